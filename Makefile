@@ -1,0 +1,36 @@
+# Two commands: `make verify` (the main job) and `make test`. Both set up .venv/ by themselves.
+#
+#   PYTHON=...       Python >= 3.11 to start from. One with a CUDA torch >= 2.11 keeps its torch and triton.
+#   TORCH_INDEX=...  another wheel index for the CPU build of torch; `pypi` takes PyPI's own wheel
+#   JOBS=2           pytest workers
+#   ARGS=...         further arguments for the command, e.g. make verify ARGS="--examples 200"
+
+PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+TORCH_INDEX ?=
+JOBS ?= 2
+ARGS ?=
+VENV := .venv
+STAMP := $(VENV)/.stamp
+
+.PHONY: verify test lint setup clean
+
+verify: $(STAMP)
+	$(VENV)/bin/dosa verify $(ARGS)
+
+test: lint
+	$(VENV)/bin/python -m pytest -n $(JOBS) --cov --cov-report=term --cov-fail-under=95 $(ARGS)
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+setup: $(STAMP)
+
+$(STAMP): constraints.txt pyproject.toml tools/bootstrap.py
+	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 2; }
+	$(PYTHON) tools/bootstrap.py --venv $(VENV) --torch-index "$(TORCH_INDEX)"
+
+clean:
+	rm -rf $(VENV) dist build report.json

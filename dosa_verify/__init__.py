@@ -1,0 +1,1 @@
+"""The tool: proofs, audits, fuzzing, selection and checks behind the command ``dosa``. Nobody imports this package."""
