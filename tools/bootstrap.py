@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import os
 import platform
 import subprocess
 import sys
@@ -166,7 +165,7 @@ def main() -> None:
         say(f"triton {SECOND_TRITON} for the ahead-of-time compile test")
         staging = environment / f"triton-{SECOND_TRITON}.part"
         pip.require("--no-deps", "--upgrade", "--target", str(staging), f"triton=={SECOND_TRITON}", constrained=False)
-        os.replace(staging, second)
+        staging.replace(second)
     stamp.write_text(wanted, encoding="utf-8")
     say("done")
 
