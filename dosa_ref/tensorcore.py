@@ -10,16 +10,20 @@ A dot product of ``K`` elements runs as ``K / terms_per_step`` steps, chained th
 
 Parameter table:
 
-================  ==============  =============  ====================  ====================  =========================================
-model             terms_per_step  fraction_bits  output_fraction_bits  operand_min_exponent  instruction
-================  ==============  =============  ====================  ====================  =========================================
-``WGMMA_E4M3``    32              13             13 (E8M13, RZ)        -6                    sm_90 ``wgmma m64nNk32 e4m3 e4m3 -> f32``
-``HMMA_F16``      16              25             23 (float32, RZ)      -14                   sm_90 ``mma m16n8k16 f16 -> f32`` after a
-                                                                                             cast of both operands from E4M3
-================  ==============  =============  ====================  ====================  =========================================
+==============  =====  =============  ===================  ================  =======================================
+model           terms  fraction_bits  output              operand_min       instruction
+==============  =====  =============  ===================  ================  =======================================
+``WGMMA_E4M3``  32     13             13 bits (E8M13), RZ  -6                sm_90 ``wgmma m64nNk32 e4m3 -> f32``
+``HMMA_F16``    16     25             23 bits (float32),   -14               sm_90 ``mma m16n8k16 f16 -> f32`` after
+                                      RZ                                     a cast of both operands from E4M3
+==============  =====  =============  ===================  ================  =======================================
 
-``WGMMA_E4M3`` was compared with an H200 bit by bit over 86 million dots of every kind of input. ``HMMA_F16`` is what a compiler
-falls back to when a tile does not fit ``wgmma``; it is here to recognise that case, not to score with. Its alignment and
+(``terms`` = ``terms_per_step``, ``output`` = ``output_fraction_bits``, ``operand_min`` = ``operand_min_exponent``.)
+
+``WGMMA_E4M3`` was compared with an H200 bit by bit over 86 million dots of every kind of input. ``HMMA_F16`` is what
+a compiler
+falls back to when a tile does not fit ``wgmma``; it is here to recognise that case, not to score with. Its alignment
+and
 rounding are published for sm_90; which elements share a step is the compiler's choice, here consecutive ones.
 
 Two forms: :func:`dot_scalar` is integer arithmetic, term by term; :func:`dots` is the vectorised twin.
@@ -161,7 +165,8 @@ def dot_scalar(
 
     Exactness: model of hardware.
 
-    Special values: a NaN operand or a NaN ``c`` gives the NaN 0x7fffffff; an infinite ``c`` is returned as it is; a zero
+    Special values: a NaN operand or a NaN ``c`` gives the NaN 0x7fffffff; an infinite ``c`` is returned as it is; a
+        zero
         result is +0 whatever the signs; zero operands do not take part in the alignment, subnormal ones do with
         ``operand_min_exponent``.
 
@@ -226,7 +231,8 @@ def dots(
     """All dot products of the rows of two E4M3 matrices, as the instruction computes them.
 
     Args:
-        a_codes: E4M3 codes ``[m, K]``, uint8 or float8_e4m3fn, any strides; K is a multiple of ``model.terms_per_step``.
+        a_codes: E4M3 codes ``[m, K]``, uint8 or float8_e4m3fn, any strides; K is a multiple of
+            ``model.terms_per_step``.
         b_codes: E4M3 codes ``[n, K]``.
         model: the accumulation model.
         c: accumulators before the first step, float32 ``[m, n]``; None means zero.
@@ -237,7 +243,8 @@ def dots(
     Raises:
         InvalidProblem: shapes do not fit, or a dtype is neither uint8 nor float8_e4m3fn.
 
-    Exactness: model of hardware; every floating-point operation in here is exact. With ``P = q k`` (8 bits) and ``E`` per
+    Exactness: model of hardware; every floating-point operation in here is exact. With ``P = q k`` (8 bits) and
+        ``E`` per
         pair and step, ``trunc(P * 2^(F - E))`` is an integer of at most ``F + 2`` bits, and so are the sums.
 
     Special values: as :func:`dot_scalar`. ``m``, ``n`` or ``K`` may be 0.
