@@ -1,1 +1,4 @@
-"""The exact specification of DoSA's key selection. Import the submodule that you need; this file stays empty of imports."""
+"""The exact specification of DoSA's key selection.
+
+Import the submodule that you need; this file stays empty of imports.
+"""

@@ -317,7 +317,8 @@ def score_row(problem: PrefillProblem, row: int, contract: Contract = Contract.S
         return np.array([float32_of_exact(score) for score in score_row_exact(problem, row)], np.float32)
     ks, ke = problem.window(row)
     q, w = problem.q[row : row + 1], problem.weights[row : row + 1]
-    return scores_sm90(q, w, problem.k[ks:ke], problem.k_scale[ks:ke])[0]
+    scores: npt.NDArray[np.float32] = scores_sm90(q, w, problem.k[ks:ke], problem.k_scale[ks:ke])[0]
+    return scores
 
 
 def score_row_exact(problem: PrefillProblem, row: int) -> list[Fraction | float]:

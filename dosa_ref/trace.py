@@ -111,7 +111,7 @@ def save_trace(path: str | os.PathLike[str], problem: PrefillProblem, header: Ma
         header: more text for the header; ``schema``, ``topk`` and ``num_heads`` are set from the problem.
 
     Raises:
-        InvalidProblem: ``header`` holds something else than text, or ``file`` cannot be written.
+        InvalidProblem: ``file`` cannot be written.
     """
     text = {
         **(header or {}),
@@ -158,7 +158,7 @@ def save_result(
         header: more text for the header; ``schema`` is set here.
 
     Raises:
-        InvalidProblem: wrong dtype or shape, ``header`` holds something else than text, or ``file`` cannot be written.
+        InvalidProblem: wrong dtype or shape, ``file`` cannot be written.
     """
     if topk_indices.dtype != np.int32 or topk_indices.ndim != 2:
         raise InvalidProblem("topk_indices", f"{topk_indices.dtype} {list(topk_indices.shape)}", "int32 [rows, topk]")
@@ -205,9 +205,6 @@ def _read(
 
 def _write(path: str | os.PathLike[str], tensors: Mapping[str, npt.NDArray[Any]], header: Mapping[str, str]) -> None:
     """Write a file under a temporary name beside ``path`` and rename it."""
-    for key, value in header.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise InvalidProblem("header", f"{key!r}: {value!r}", "text keys and text values")
     target = Path(path)
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     data = safetensors.numpy.save(contiguous, dict(header))
