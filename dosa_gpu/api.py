@@ -1,0 +1,244 @@
+"""Prefill selection on a GPU (or under the emulator): the public entry point."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from dosa_gpu.plan import DEFAULT_WORKSPACE_BYTES, DENSE_BELOW, Path, plan_prefill
+from dosa_ref.spec import (
+    GPU_MAX_TOPK,
+    HEAD_DIM,
+    SM90_NUM_HEADS,
+    Fallback,
+    InvalidProblem,
+    Mode,
+    UnsupportedConfiguration,
+)
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class SelectionStats:
+    """How a selection was made.
+
+    Attributes:
+        path: ``dosa`` or ``dense``, what was taken.
+        mode: savings that were on (``base`` on the dense path).
+        contract: ``sm90``, or ``unverified`` for a dense selection on a device that no proved contract describes.
+        columns: dot columns per row of the bound pass, 0 if there was none.
+        row_pruned: per row, whether it went through the bound pass to the end.
+        prune_rate: 1 - rescored pairs / visible pairs, over the call; seeds count as rescored, dense rows as all.
+        row_prune_rate: the same per row (0 for a row without keys).
+        survivors: per row, keys that passed the bound (or the filter); all visible keys on the dense path.
+        fallback: reason to rows.
+        workspace_bytes: bytes of buffers that the largest block took.
+    """
+
+    path: str
+    mode: str
+    contract: str
+    columns: int
+    row_pruned: list[bool]
+    prune_rate: float
+    row_prune_rate: list[float]
+    survivors: list[int]
+    fallback: dict[str, list[int]]
+    workspace_bytes: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """The selected keys.
+
+    Attributes:
+        topk_indices: int32 ``[rows, topk]``, key columns, ascending, -1 behind the last.
+        scores: float32 ``[rows, topk]``, the contract's score of each, same order, -Inf behind the last.
+        stats: how it was made.
+    """
+
+    topk_indices: torch.Tensor
+    scores: torch.Tensor
+    stats: SelectionStats
+
+
+def _require(condition: bool, field: str, got: object, expected: str) -> None:
+    if not condition:
+        raise InvalidProblem(field, got, expected)
+
+
+def validate(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    topk: int,
+) -> None:
+    """Check types, shapes, devices and windows of a prefill problem.
+
+    Raises:
+        InvalidProblem: names the field.
+    """
+    import torch
+
+    fields = {
+        "q": (q, torch.float8_e4m3fn, 3),
+        "k": (k, torch.float8_e4m3fn, 2),
+        "k_scale": (k_scale, torch.float32, 1),
+        "weights": (weights, torch.float32, 2),
+        "cu_seqlen_ks": (cu_seqlen_ks, torch.int32, 1),
+        "cu_seqlen_ke": (cu_seqlen_ke, torch.int32, 1),
+    }
+    for name, (value, dtype, rank) in fields.items():
+        _require(isinstance(value, torch.Tensor), name, type(value).__name__, "a torch tensor")
+        _require(value.dtype == dtype, name, value.dtype, str(dtype))
+        _require(value.dim() == rank, name, f"shape {list(value.shape)}", f"{rank} dimensions")
+        _require(value.device == q.device, name, f"device {value.device}", f"device {q.device}, that of q")
+    rows, heads, head_dim = q.shape
+    keys = k.shape[0]
+    _require(head_dim == HEAD_DIM, "q", f"head size {head_dim}", str(HEAD_DIM))
+    _require(heads >= 1, "q", "0 heads", "at least one head")
+    _require(k.shape[1] == HEAD_DIM, "k", f"head size {k.shape[1]}", str(HEAD_DIM))
+    _require(k_scale.shape[0] == keys, "k_scale", f"shape {list(k_scale.shape)}", f"[{keys}]")
+    _require(tuple(weights.shape) == (rows, heads), "weights", f"shape {list(weights.shape)}", f"[{rows}, {heads}]")
+    for name in ("cu_seqlen_ks", "cu_seqlen_ke"):
+        length = fields[name][0].shape[0]
+        _require(length == rows, name, f"shape [{length}]", f"[{rows}]")
+    _require(isinstance(topk, int) and not isinstance(topk, bool), "topk", type(topk).__name__, "an int")
+    _require(topk >= 0, "topk", topk, "0 or more")
+    if rows:
+        lowest, highest = int(cu_seqlen_ks.min()), int(cu_seqlen_ke.max())
+        _require(lowest >= 0, "cu_seqlen_ks", lowest, "0 or more")
+        _require(highest <= keys, "cu_seqlen_ke", highest, f"at most the number of keys, {keys}")
+
+
+def select_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    k_scale: torch.Tensor,
+    weights: torch.Tensor,
+    cu_seqlen_ks: torch.Tensor,
+    cu_seqlen_ke: torch.Tensor,
+    topk: int,
+    *,
+    path: Path = Path.AUTO,
+    mode: Mode = Mode.BOTH,
+    columns: int | None = None,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    survivor_capacity: int | None = None,
+    hint_indices: torch.Tensor | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> Selection:
+    """Per row the ``topk`` best visible keys by (score descending, key ascending), in ascending key order.
+
+    ``score(i) = k_scale_i * sum_h w_h * relu(q_h . k_i)`` in the arithmetic of the contract ``sm90``, for ``i`` in ``[ks, ke)``.
+
+    Args:
+        q: ``[rows, num_heads, 128]`` float8_e4m3fn; fewer than 64 heads are padded to 32 or 64 with zero weights.
+        k: ``[num_keys, 128]`` float8_e4m3fn.
+        k_scale: ``[num_keys]`` float32.
+        weights: ``[rows, num_heads]`` float32, signed, query scale folded in.
+        cu_seqlen_ks, cu_seqlen_ke: ``[rows]`` int32, each row's window ``[ks, ke)``; ``ke <= ks`` is an empty row.
+        topk: keys per row, 0 to 2048.
+        path: ``AUTO`` chooses by the rows' lengths; ``DOSA`` and ``DENSE`` do what they say.
+        mode: savings of the ``DOSA`` path.
+        columns: dot columns per row in the bound pass (8, 16 or 32), or None for the default.
+        workspace_bytes: limit on the buffers of one block of rows.
+        survivor_capacity: entries of a row's survivor buffer per key chunk; a row that needs more is rescanned, never cut.
+        hint_indices: key columns likely to win (such as the winners of the preceding query), for the first rows' seeds.
+        on_progress: called with (rows done, rows) after each block.
+
+    Returns:
+        Selection.
+
+    Raises:
+        InvalidProblem: an argument is outside the contract; the message names it.
+        UnsupportedConfiguration: ``topk`` above 2048, more than 64 heads, or compiled code other than the proved instructions.
+        UnprovedBound: the pruned path was asked for, and a lemma is not proved for this code or this device.
+
+    Exactness: model of hardware, contract ``sm90``; every index and score bit. On a device that no contract describes only
+        ``DENSE`` runs, and ``stats.contract`` says ``unverified``.
+    Special values: a NaN score is never selected; -0.0 ties with +0.0; -Inf is selectable; see DOSA section 4.
+    """
+    import torch
+
+    validate(q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, topk)
+    rows, heads, _ = q.shape
+    if topk > GPU_MAX_TOPK:
+        raise UnsupportedConfiguration(f"topk: got {topk}, the GPU path serves at most {GPU_MAX_TOPK}")
+    if heads > max(SM90_NUM_HEADS):
+        raise UnsupportedConfiguration(f"num_heads: got {heads}, the contract sm90 is defined for at most {max(SM90_NUM_HEADS)}")
+    if k.shape[0] >= 2**31 - 2**17:
+        raise UnsupportedConfiguration(f"k: {k.shape[0]} keys, key columns are int32")
+    if hint_indices is not None:
+        _require(hint_indices.dtype in (torch.int32, torch.int64), "hint_indices", hint_indices.dtype, "int32 or int64")
+    padded = next(size for size in SM90_NUM_HEADS if size >= heads)
+    visible = (cu_seqlen_ke.long() - cu_seqlen_ks.long()).clamp(min=0)
+    taken = path
+    if path is Path.AUTO:
+        long_rows = int((visible >= DENSE_BELOW * topk).sum())
+        taken = Path.DOSA if topk and 2 * long_rows >= rows and rows else Path.DENSE
+    plan = plan_prefill(
+        num_heads=padded,
+        num_keys=k.shape[0],
+        topk=topk,
+        mode=mode if taken is Path.DOSA else None,
+        columns=columns,
+        workspace_bytes=workspace_bytes,
+        survivor_capacity=survivor_capacity,
+    )
+    # Imported here: the kernels bind to the compiler or to the interpreter when they are imported.
+    from dosa_gpu import gate, pipeline
+    from dosa_gpu.workspace import Workspace
+
+    if taken is Path.DOSA:
+        gate.require_proved()
+        gate.require_contract(q.device)
+    faults = gate.device_faults(q.device)
+    if faults and q.device.type == "cpu":
+        raise UnsupportedConfiguration(f"on the CPU the kernels need the emulator of dosa_verify: {faults[0]}")
+    workspace = Workspace(q.device, workspace_bytes)
+    index = torch.full((rows, topk), -1, dtype=torch.int32, device=q.device)
+    scores = torch.full((rows, topk), -torch.inf, device=q.device)
+    survivors, rescored = visible.cpu(), visible.cpu()
+    row_pruned = torch.zeros(rows, dtype=torch.bool)
+    fallback: dict[Fallback, list[int]] = {}
+    if rows and topk and k.shape[0]:
+        # Zero heads with zero weights add +0 to every chain: the contract's own padding.
+        q8 = torch.nn.functional.pad(q.view(torch.uint8), (0, 0, 0, padded - heads)) if padded != heads else q.view(torch.uint8)
+        w = torch.nn.functional.pad(weights, (0, padded - heads)) if padded != heads else weights
+        batch = pipeline.Rows(
+            q=q8.contiguous().view(torch.float8_e4m3fn),
+            weights=w.contiguous(),
+            ks=cu_seqlen_ks.contiguous(),
+            ke=torch.maximum(cu_seqlen_ke, cu_seqlen_ks).contiguous(),
+        )
+        keys = pipeline.key_side(k.view(torch.uint8).contiguous().view(torch.float8_e4m3fn), k_scale.contiguous())
+        index, scores, report = pipeline.run(
+            batch, keys, topk, mode if taken is Path.DOSA else None, plan, hint_indices, workspace, on_progress
+        )
+        survivors, rescored, row_pruned, fallback = report.survivors, report.rescored, report.pruned, report.fallback
+    seen = visible.cpu()
+    pairs = int(seen.sum())
+    rates = torch.where(seen > 0, 1.0 - rescored.double() / seen.clamp(min=1).double(), 0.0)
+    return Selection(
+        topk_indices=index,
+        scores=scores,
+        stats=SelectionStats(
+            path=taken.value,
+            mode=(mode if taken is Path.DOSA else Mode.BASE).value,
+            contract="unverified" if faults else "sm90",
+            columns=plan.columns if taken is Path.DOSA and mode in (Mode.PRUNE, Mode.BOTH) else 0,
+            row_pruned=row_pruned.tolist(),
+            prune_rate=1.0 - int(rescored.sum()) / pairs if pairs else 0.0,
+            row_prune_rate=rates.tolist(),
+            survivors=survivors.tolist(),
+            fallback={reason.value: fallback[reason] for reason in Fallback if reason in fallback},
+            workspace_bytes=workspace.peak_bytes,
+        ),
+    )

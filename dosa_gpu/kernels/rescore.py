@@ -1,0 +1,68 @@
+"""Gathered scoring: listed keys of each row, all heads, the same bits as the dense scorer. Serves seeds and survivors."""
+
+import triton
+import triton.language as tl
+
+from dosa_gpu.kernels.combine_heads import combine_heads
+from dosa_gpu.machine_code import require_tensor_core_chain
+
+TILE_KEYS = 64
+KEYS_PER_PROGRAM = 512
+
+
+@triton.jit
+def _rescore_kernel(
+    q_ptr,  # [rows, HEADS, 128] e4m3
+    k_ptr,  # [num_keys, 128] e4m3
+    k_scale_ptr,  # [num_keys] f32
+    weights_ptr,  # [rows, HEADS] f32
+    index_ptr,  # [rows, stride] i32
+    count_ptr,  # [rows] i32
+    score_ptr,  # [rows, stride] f32
+    stride,
+    HEADS: tl.constexpr,
+    KEYS: tl.constexpr,
+    PER_PROGRAM: tl.constexpr,
+):
+    row = tl.program_id(0)
+    count = tl.load(count_ptr + row)
+    start = tl.program_id(1) * PER_PROGRAM
+    end = tl.minimum(start + PER_PROGRAM, count)
+    if start < end:
+        heads = row * HEADS + tl.arange(0, HEADS)
+        depth = tl.arange(0, 128)
+        q = tl.load(q_ptr + heads.to(tl.int64)[:, None] * 128 + depth[None, :])
+        weight = tl.load(weights_ptr + heads)
+        base = row.to(tl.int64) * stride
+        for tile in tl.range(start, end, KEYS):
+            place = tile + tl.arange(0, KEYS)
+            listed = place < count
+            key = tl.load(index_ptr + base + place, mask=listed, other=0)
+            k = tl.load(k_ptr + key.to(tl.int64)[:, None] * 128 + depth[None, :])
+            k_scale = tl.load(k_scale_ptr + key)
+            dot = tl.dot(k, tl.trans(q))
+            score = combine_heads(dot, weight, k_scale, KEYS, 1, HEADS)
+            tl.store(score_ptr + base + place, tl.reshape(score, (KEYS,)), mask=listed)
+
+
+def launch_rescore(q, k, k_scale, weights, index, count, score, longest: int) -> None:
+    """Score the first ``count[row]`` keys of each row's list.
+
+    Args:
+        q, k, k_scale, weights: as in ``launch_score``.
+        index: ``[rows, capacity]`` int32 key columns, contiguous.
+        count: ``[rows]`` int32, at most ``longest``.
+        score: ``[rows, capacity]`` float32, written at the listed places only.
+        longest: upper limit of ``count``; sizes the launch.
+
+    Exactness: model of hardware, contract ``sm90``; the bits of ``launch_score``.
+    """
+    num_rows, num_heads, _ = q.shape
+    if longest == 0:
+        return
+    compiled = _rescore_kernel[(num_rows, triton.cdiv(longest, KEYS_PER_PROGRAM))](
+        q, k, k_scale, weights, index, count, score, index.stride(0),
+        HEADS=num_heads, KEYS=TILE_KEYS, PER_PROGRAM=KEYS_PER_PROGRAM,
+        num_warps=4, num_stages=2, enable_fp_fusion=False,
+    )  # fmt: skip
+    require_tensor_core_chain(compiled)

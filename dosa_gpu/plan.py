@@ -1,0 +1,130 @@
+"""Which path a call takes, with which sizes: decided before anything runs, and reported."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from dosa_ref.spec import InvalidProblem, Mode, UnsupportedConfiguration
+
+DEFAULT_WORKSPACE_BYTES = 2 * 1024**3
+DEFAULT_COLUMNS = {32: 16, 64: 32}
+SUPPORTED_COLUMNS = (8, 16, 32)
+
+FIRST_ROWS = 8
+"""Rows of the first block. It has no neighbour's winners as seeds, so it is small; later blocks grow eightfold."""
+MAX_ROWS = 1024
+KEY_CHUNK = 131072
+FIRST_CHUNKS = 6
+"""Key chunks for rows without neighbour's winners: their ``tau`` is weak at first and rises from chunk to chunk."""
+MIN_KEY_CHUNK = 2048
+MIN_CAPACITY = 8192
+
+DENSE_BELOW = 8
+"""On the automatic path rows with fewer than this many times ``topk`` visible keys are scored densely."""
+
+
+class Path(enum.Enum):
+    """Which way a call goes."""
+
+    AUTO = "auto"
+    """DoSA where most rows are long enough to profit, else dense."""
+    DOSA = "dosa"
+    """The pruned path (what it switches on is the mode)."""
+    DENSE = "dense"
+    """Score all keys, exact top-K."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillPlan:
+    """Sizes of one call.
+
+    Attributes:
+        columns: dot columns per row in the bound pass.
+        max_rows: rows that one block of work may hold.
+        key_chunk: keys that one pass may cover, a multiple of 64.
+        capacity: survivors (and seeds) that one row's buffer holds per chunk.
+        seed_budget: seeds per row.
+        workspace_bytes: upper limit of what the buffers of one block take.
+    """
+
+    columns: int
+    max_rows: int
+    key_chunk: int
+    capacity: int
+    seed_budget: int
+    workspace_bytes: int
+
+
+def bytes_per_row(*, num_heads: int, topk: int, columns: int, key_chunk: int, capacity: int, mode: Mode | None) -> int:
+    """Upper limit of the buffers that one row needs; ``mode`` None is the dense path."""
+    running = 2 * (8 * topk + 4)
+    inputs = num_heads * (128 + 4) + 64
+    if mode is None or mode is Mode.BASE:
+        return running + inputs + 4 * key_chunk
+    # Lists: survivors and emitted keys with scores; the seed list is sorted once (int64 places of torch.sort).
+    lists = capacity * (8 + 8 + 24)
+    bits = key_chunk // 8
+    # Query preparation in float64: heads, residuals, prefixes, weighted residuals, their Gram matrix, the projection.
+    preparation = 8 * (6 * num_heads * 128 + 3 * num_heads * num_heads + 6 * num_heads * columns + 4 * columns * 128)
+    sample = 4 * 64 * (128 + num_heads)
+    return running + inputs + lists + bits + preparation + sample
+
+
+def plan_prefill(
+    *,
+    num_heads: int,
+    num_keys: int,
+    topk: int,
+    mode: Mode | None,
+    columns: int | None,
+    workspace_bytes: int,
+    survivor_capacity: int | None,
+) -> PrefillPlan:
+    """Choose the sizes of one call within ``workspace_bytes``.
+
+    Args:
+        num_heads: 32 or 64.
+        num_keys: keys in the problem.
+        topk: keys to select per row.
+        mode: savings that are on; None for the dense path.
+        columns: dot columns per row, or None for the default.
+        workspace_bytes: limit on the buffers.
+        survivor_capacity: entries of a row's survivor buffer, or None.
+
+    Raises:
+        InvalidProblem: a size that is not positive.
+        UnsupportedConfiguration: columns that the kernel has no tile for, or a workspace too small for one row.
+    """
+    if workspace_bytes <= 0:
+        raise InvalidProblem("workspace_bytes", workspace_bytes, "a positive number of bytes")
+    if survivor_capacity is not None and survivor_capacity <= 0:
+        raise InvalidProblem("survivor_capacity", survivor_capacity, "a positive number of entries")
+    if columns is None:
+        columns = DEFAULT_COLUMNS[num_heads]
+    if columns not in SUPPORTED_COLUMNS:
+        raise UnsupportedConfiguration(f"columns: got {columns}, the bound kernel has tiles for {SUPPORTED_COLUMNS}")
+    seed_budget = min(max(num_keys // 16, topk + topk // 4), 6 * topk)
+    key_chunk = max(64, min(KEY_CHUNK, -(-num_keys // 64) * 64))
+    while True:
+        capacity = max(seed_budget, survivor_capacity or min(key_chunk, max(MIN_CAPACITY, key_chunk // 8)))
+        row = bytes_per_row(
+            num_heads=num_heads, topk=topk, columns=columns, key_chunk=key_chunk, capacity=capacity, mode=mode
+        )
+        # Per key of a chunk: norm and scale. Kernels and torch round allocations up; leave a sixteenth for that.
+        fixed = 8 * num_keys + 2**20
+        rows = (workspace_bytes - workspace_bytes // 16 - fixed) // row
+        if rows >= 1:
+            break
+        if key_chunk <= MIN_KEY_CHUNK:
+            need = (row + fixed) * 16 // 15 + 1
+            raise UnsupportedConfiguration(f"workspace_bytes: got {workspace_bytes}, this problem needs at least {need}")
+        key_chunk = max(MIN_KEY_CHUNK, key_chunk // 2)
+    return PrefillPlan(
+        columns=columns,
+        max_rows=int(min(rows, MAX_ROWS)),
+        key_chunk=key_chunk,
+        capacity=capacity,
+        seed_budget=seed_budget,
+        workspace_bytes=workspace_bytes,
+    )

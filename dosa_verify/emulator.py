@@ -1,0 +1,97 @@
+"""One arithmetic on two machines: Triton's interpreter with the tensor cores of the contract ``sm90``.
+
+Triton's CPU interpreter multiplies FP8 tiles in float32; wgmma does not. ``install`` replaces exactly that operation by the
+accumulation model of ``dosa_ref.tensorcore``, and FP8 encoding by a correct one, so that the same kernel source gives on a CPU
+the bits that it gives on an H200. The emulator always models wgmma: kernels that would compile to other instructions, and
+races, show only in compiled code or on a GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from dosa_ref import spec, tensorcore
+from dosa_ref.spec import BackendUnavailable, UnsupportedConfiguration
+
+MIN_TRITON = (3, 9)
+"""Older interpreters round an ``fma`` twice."""
+
+_DOT_SIGNATURE = ("self", "a", "b", "d", "input_precision", "max_num_imprecise_acc")
+_CAST_SIGNATURE = ("self", "src", "dst_type", "rounding_mode")
+_KERNELS = "dosa_gpu.kernels"
+
+
+def _triton_version() -> tuple[int, ...]:
+    version = importlib.import_module("triton").__version__
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+
+
+def _is_e4m3(handle: Any) -> bool:
+    return str(handle.dtype.scalar) == "fp8e4nv"
+
+
+def _demand_form(builder: type, name: str, expected: tuple[str, ...]) -> Any:
+    method = getattr(builder, name, None)
+    found = tuple(inspect.signature(method).parameters) if method is not None else ()
+    if found != expected:
+        raise BackendUnavailable(
+            f"Triton's interpreter changed: {name}{found} instead of {expected}; the emulator cannot replace it safely"
+        )
+    return method
+
+
+def install() -> None:
+    """Switch this process to the emulator. Call it before anything imports a kernel; a second call does nothing.
+
+    Raises:
+        BackendUnavailable: Triton is missing, older than 3.9, or its interpreter no longer has the replaced methods.
+        UnsupportedConfiguration: kernels are already bound to the compiler in this process.
+    """
+    if importlib.util.find_spec("triton") is None:
+        raise BackendUnavailable("the emulator needs triton >= 3.9; it is not installed")
+    bound = [name for name in sys.modules if name.startswith(_KERNELS + ".")]
+    if os.environ.get("TRITON_INTERPRET") != "1" and bound:
+        raise UnsupportedConfiguration("kernels are already bound to the compiler; use another process for the emulator")
+    os.environ["TRITON_INTERPRET"] = "1"
+    if _triton_version() < MIN_TRITON:
+        raise BackendUnavailable(f"the emulator needs triton >= 3.9, found {importlib.import_module('triton').__version__}")
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    builder = interpreter.InterpreterBuilder
+    if getattr(builder.create_dot, "models_wgmma", False):
+        return
+    _demand_form(builder, "create_dot", _DOT_SIGNATURE)
+    plain_cast = _demand_form(builder, "create_fp_to_fp", _CAST_SIGNATURE)
+    handle_type = interpreter.TensorHandle
+
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        if not (_is_e4m3(a) and _is_e4m3(b)):
+            raise UnsupportedConfiguration(f"the emulator models E4M3 dots only, got {a.dtype} x {b.dtype}")
+        product = tensorcore.dots(
+            np.ascontiguousarray(a.data), np.ascontiguousarray(b.data.T), tensorcore.WGMMA_E4M3, d.data if d.data.any() else None
+        )
+        return handle_type(product, d.dtype.scalar)
+
+    create_dot.models_wgmma = True  # type: ignore[attr-defined]
+    builder.create_dot = create_dot
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        source, target = str(src.dtype.scalar), str(dst_type.scalar)
+        if "fp8e4nv" not in (source, target):
+            return plain_cast(self, src, dst_type, rounding_mode)
+        if (source, target) == ("fp8e4nv", "fp32"):
+            return handle_type(src.data.view(ml_dtypes.float8_e4m3fn).astype(np.float32), dst_type.scalar)
+        if (source, target) == ("fp32", "fp8e4nv"):
+            # The GPU's cast saturates; NaN stays NaN. Clipping first keeps the rounding to nearest even of the rest.
+            limited = np.clip(src.data, -spec.E4M3_MAX, spec.E4M3_MAX).astype(np.float32)
+            return handle_type(limited.astype(ml_dtypes.float8_e4m3fn).view(np.uint8), dst_type.scalar)
+        raise UnsupportedConfiguration(f"the emulator casts E4M3 from and to float32 only, got {source} to {target}")
+
+    builder.create_fp_to_fp = create_fp_to_fp
