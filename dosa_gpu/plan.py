@@ -24,6 +24,21 @@ DENSE_BELOW = 8
 """On the automatic path rows with fewer than this many times ``topk`` visible keys are scored densely."""
 
 
+GPU_TILE_KEYS = 64
+INTERPRETER_TILE_KEYS = 1024
+
+
+def tile_keys(device_type: str, span: int) -> int:
+    """Keys per tile of a kernel: one wgmma row block on a GPU, more under the interpreter.
+
+    The tile's height does not change the bits of a dot. The interpreter pays per operation, not per element, so long spans
+    take tall tiles there; short ones keep the GPU's tile, so that its edges are tried on a CPU too.
+    """
+    if device_type != "cpu":
+        return GPU_TILE_KEYS
+    return max(GPU_TILE_KEYS, min(INTERPRETER_TILE_KEYS, 2 ** (max(span // 4, 1).bit_length() - 1)))
+
+
 class Path(enum.Enum):
     """Which way a call goes."""
 

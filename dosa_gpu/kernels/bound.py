@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from dosa_gpu.machine_code import require_tensor_core_chain
+from dosa_gpu.plan import tile_keys
 
 LEMMAS = (
     "relu_subadditive",
@@ -38,7 +39,6 @@ LEMMAS = (
 )
 """What the pruned path rests on; ``dosa_gpu.gate`` demands every one of them."""
 
-TILE_KEYS = 64
 TILE_COLUMNS = 128
 KEYS_PER_PROGRAM = 4096
 LANES = 4
@@ -64,6 +64,9 @@ def column_order(columns: int) -> list[tuple[int, int]]:
         for lane in range(LANES)
         for parity in range(2)
     ]
+
+OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+"""Compiler options: fp fusion off, since the contract says which products are fused."""
 
 
 @triton.jit
@@ -153,7 +156,8 @@ def launch_bound(
     compiled = _bound_kernel[(triton.cdiv(num_rows, queries), triton.cdiv(chunk_end - chunk_start, KEYS_PER_PROGRAM))](
         column, coefficient, floor, slack, tau, k, norm, scale, ks, ke, out,
         num_rows, chunk_start, chunk_end, out.stride(0),
-        COLUMNS=columns, QUERIES=queries, KEYS=TILE_KEYS, PER_PROGRAM=KEYS_PER_PROGRAM,
-        num_warps=4, num_stages=3, enable_fp_fusion=False,
+        COLUMNS=columns, QUERIES=queries, KEYS=tile_keys(k.device.type, chunk_end - chunk_start),
+        PER_PROGRAM=KEYS_PER_PROGRAM,
+        **OPTIONS,
     )  # fmt: skip
     require_tensor_core_chain(compiled)

@@ -4,9 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
+from dosa_gpu.plan import tile_keys
 from dosa_ref import spec
-
-TILE_KEYS = 64
 
 
 @triton.jit
@@ -51,8 +50,9 @@ def launch_key_norms(k, k_scale, norm, scale) -> None:
     Exactness: enclosure (128 roundings of 2^-24 and a factor 1 + 2^-16).
     """
     num_keys = k.shape[0]
-    _key_norms_kernel[(triton.cdiv(num_keys, TILE_KEYS),)](
+    keys = tile_keys(k.device.type, num_keys)
+    _key_norms_kernel[(triton.cdiv(num_keys, keys),)](
         k.view(torch.uint8), k_scale, norm, scale, num_keys,
         SCALE_MIN=2.0**spec.KEY_SCALE_LOG2_MIN, SCALE_MAX=2.0**spec.KEY_SCALE_LOG2_MAX, OUTWARD=1.0 + 2.0**-16,
-        KEYS=TILE_KEYS, num_warps=4,
+        KEYS=keys, num_warps=4,
     )  # fmt: skip

@@ -5,9 +5,12 @@ import triton.language as tl
 
 from dosa_gpu.kernels.combine_heads import combine_heads
 from dosa_gpu.machine_code import require_tensor_core_chain
+from dosa_gpu.plan import tile_keys
 
-TILE_KEYS = 64
-KEYS_PER_PROGRAM = 512
+TILES_PER_PROGRAM = 8
+
+OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
+"""Compiler options: fp fusion off, since the contract says which products are fused."""
 
 
 @triton.jit
@@ -60,9 +63,10 @@ def launch_rescore(q, k, k_scale, weights, index, count, score, longest: int) ->
     num_rows, num_heads, _ = q.shape
     if longest == 0:
         return
-    compiled = _rescore_kernel[(num_rows, triton.cdiv(longest, KEYS_PER_PROGRAM))](
+    keys = tile_keys(k.device.type, longest)
+    compiled = _rescore_kernel[(num_rows, triton.cdiv(longest, keys * TILES_PER_PROGRAM))](
         q, k, k_scale, weights, index, count, score, index.stride(0),
-        HEADS=num_heads, KEYS=TILE_KEYS, PER_PROGRAM=KEYS_PER_PROGRAM,
-        num_warps=4, num_stages=2, enable_fp_fusion=False,
+        HEADS=num_heads, KEYS=keys, PER_PROGRAM=keys * TILES_PER_PROGRAM,
+        **OPTIONS,
     )  # fmt: skip
     require_tensor_core_chain(compiled)

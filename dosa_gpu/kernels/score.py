@@ -6,10 +6,13 @@ import triton.language as tl
 
 from dosa_gpu.kernels.combine_heads import combine_heads
 from dosa_gpu.machine_code import require_tensor_core_chain
+from dosa_gpu.plan import tile_keys
 
-TILE_KEYS = 64
 TILE_COLUMNS = 128
 KEYS_PER_PROGRAM = 2048
+
+OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+"""Compiler options: fp fusion off, since the contract says which products are fused."""
 
 
 @triton.jit
@@ -92,7 +95,8 @@ def launch_score(q, k, k_scale, weights, ks, ke, tau, out, chunk_start: int, chu
     grid = (triton.cdiv(num_rows, queries), triton.cdiv(chunk_end - chunk_start, KEYS_PER_PROGRAM))
     compiled = _score_kernel[grid](
         q, k, k_scale, weights, ks, ke, tau, out, num_rows, chunk_start, chunk_end, out.stride(0),
-        HEADS=num_heads, QUERIES=queries, KEYS=TILE_KEYS, PER_PROGRAM=KEYS_PER_PROGRAM, BITS=out.dtype == torch.int32,
-        num_warps=4, num_stages=3, enable_fp_fusion=False,
+        HEADS=num_heads, QUERIES=queries, KEYS=tile_keys(k.device.type, chunk_end - chunk_start),
+        PER_PROGRAM=KEYS_PER_PROGRAM, BITS=out.dtype == torch.int32,
+        **OPTIONS,
     )  # fmt: skip
     require_tensor_core_chain(compiled)

@@ -8,7 +8,8 @@ which is the shared tie-break. The K-th score is found by four radix passes over
 import triton
 import triton.language as tl
 
-TILE = 1024
+GPU_TILE = 1024
+INTERPRETER_TILE = 8192
 
 
 @triton.jit
@@ -141,5 +142,5 @@ def launch_topk(a_index, a_score, a_count, b_index, b_score, b_start, b_end, ind
     _topk_kernel[(rows,)](
         a_index, a_score, a_count, b_score if b_index is None else b_index, b_score, b_start, b_end,
         out_index, out_score, out_count, b_score.stride(0), index_base, topk,
-        LISTED=b_index is not None, TILE=TILE, num_warps=4,
+        LISTED=b_index is not None, TILE=INTERPRETER_TILE if a_score.device.type == "cpu" else GPU_TILE, num_warps=4,
     )  # fmt: skip
