@@ -1,0 +1,463 @@
+"""Rounding: float32 to nearest, outward rounding, chains of roundings, underflow, overflow, the sum of the guard."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import partial
+
+from dosa_ref.spec import SM90_NUM_HEADS
+from proofs.encodings import absolute, float32_successor, round_nearest_even
+from proofs.lemma import Constants, Lemma, Mutant, Statement
+from proofs.terms import (
+    FLOAT32,
+    FLOAT64,
+    Term,
+    bits,
+    choose,
+    equal,
+    every,
+    float32_from_bits,
+    float64_from_bits,
+    float_equal,
+    float_is_nan,
+    float_less,
+    float_less_equal,
+    float_round,
+    implies,
+    integer,
+    negate,
+    number,
+    real,
+    reals,
+    some,
+)
+
+THEME = "rounding"
+HEADS = max(SM90_NUM_HEADS)
+HEAD_ROUNDINGS = HEADS // 8 + 4
+"""Roundings between a dot and the score: ``HEADS / 8`` heads of a chain, two chains, the key scale, two sums."""
+
+HALF_SUBNORMAL = Fraction(1, 2**150)
+"""Largest error of one float32 rounding that underflows."""
+
+FLOAT64_UNIT = Fraction(1, 2**53)
+FLOAT64_ROUNDINGS = HEADS * HEADS + 4 * 128
+"""Longest chain of float64 roundings on the query side: a sum over all pairs of heads of dots of 128, and a margin."""
+
+FLOAT32_LIMIT = 2**127
+"""No float32 result of a magnitude below this overflows."""
+
+
+def _nearest_even(constants: Constants, *, share: int = 1) -> Statement:
+    # value: an exact magnitude of up to 64 bits, drop: the bits below its 24 leading ones.
+    value, drop = bits("value", 64), bits("drop", 64)
+    one = number(1, value.sort)
+    rounded = round_nearest_even(value, drop)
+    distance = choose(rounded >= value, rounded - value, value - rounded)
+    units = int(1 / constants["FLOAT32_UNIT"])
+    return Statement(
+        logic="QF_BV",
+        premises=(drop >= 1, drop <= 38, value < (one << (drop + 24))),
+        claim=every(
+            distance <= (one << (drop - 1)),
+            implies(value >= (one << (drop + 23)), share * distance * units <= value),
+            equal((rounded >> drop) << drop, rounded),
+        ),
+    )
+
+
+def _rounding_error(constants: Constants, *, subnormal: bool = False) -> Statement:
+    # power <= |exact|: the power of two below it; spacing: the distance of neighbouring float32 values there.
+    exact, rounded, power, spacing = reals("exact rounded power spacing")
+    premises = (
+        power > 0,
+        some(equal(spacing, 2 * constants["FLOAT32_UNIT"] * power), equal(spacing, 2 * HALF_SUBNORMAL)),
+        some(power <= absolute(exact), equal(spacing, 2 * HALF_SUBNORMAL)),
+        2 * absolute(rounded - exact) <= spacing,
+    )
+    error = constants["FLOAT32_UNIT"] * absolute(exact)
+    return Statement(
+        logic="QF_LRA",
+        premises=premises,
+        claim=absolute(rounded - exact) <= (error if subnormal else error + HALF_SUBNORMAL),
+    )
+
+
+def _rounding_monotone(_: Constants, *, strict: bool = False) -> Statement:
+    x, y = (float64_from_bits(bits(name, 64)) for name in ("x", "y"))
+    low, high = (float_round(value, FLOAT32, "RNE") for value in (x, y))
+    if strict:
+        return Statement(logic="QF_BVFP", premises=(float_less(x, y),), claim=float_less(low, high))
+    return Statement(logic="QF_BVFP", premises=(float_less_equal(x, y),), claim=float_less_equal(low, high))
+
+
+def _round_up_float32(_: Constants, *, correct: bool = True) -> Statement:
+    # The way the code does it: convert to nearest, compare, and step up where the result fell below.
+    x = float64_from_bits(bits("x", 64))
+    nearest = bits("nearest", 32)
+    value = float32_from_bits(nearest)
+    below = float_less(float_round(value, FLOAT64, "RNE"), x)
+    up = choose(below, float32_successor(nearest), nearest) if correct else nearest
+    result = float32_from_bits(up)
+    claim = every(
+        float_less_equal(x, float_round(result, FLOAT64, "RNE")),
+        float_equal(result, float_round(x, FLOAT32, "RTP")),
+    )
+    return Statement(
+        logic="QF_BVFP",
+        premises=(negate(float_is_nan(x)), equal(value, float_round(x, FLOAT32, "RNE"))),
+        claim=claim,
+    )
+
+
+def _outward_rounding(
+    constants: Constants, *, units: int | None = None, normal: bool = True, negative: bool = False
+) -> Statement:
+    # significand: of a float32 x with 24 bits; the product with 1 + 2^-k is exact here and then rounded to nearest.
+    k = -int(constants["OUTWARD_LOG2"])
+    unit_bits = int(1 / constants["FLOAT32_UNIT"]).bit_length() - 1
+    significand = bits("significand", 64)
+    absorbed = 2 ** (unit_bits - k) - 1 if units is None else units
+    exact = significand * (2**k + 1)
+    one = number(1, significand.sort)
+    leading = choose(exact >= 1 << (24 + k), one * (k + 1), one * k)
+    result = round_nearest_even(exact, leading)
+    in_units = result << (unit_bits - k)
+    if negative:
+        # For x < 0 the magnitude would have to shrink.
+        claim = in_units <= significand * (2**unit_bits - absorbed)
+    else:
+        claim = in_units >= significand * (2**unit_bits + absorbed)
+    return Statement(
+        logic="QF_BV",
+        premises=(significand >= (1 << 23 if normal else 1), significand < 1 << 24),
+        claim=claim,
+    )
+
+
+def _chain_step(constants: Constants, *, absolute_sum: bool = True, underflow: bool = True) -> Statement:
+    # Two operands s_i of exact value x_i and absolute sum a_i, with |s_i - x_i| <= (growth - 1) a_i + under_i; their
+    # sum is rounded once. An exact product is an operand with s = x, a = |x|, so this is a fused multiply-add too.
+    u = constants["FLOAT32_UNIT"]
+    growth, rounding, result = reals("growth rounding result")
+    operands = [reals(f"computed_{i} exact_{i} sum_{i} under_{i}") for i in (1, 2)]
+    (s_1, x_1, a_1, h_1), (s_2, x_2, a_2, h_2) = operands
+    premises: list[Term] = [growth >= 1]
+    for s, x, a, h in operands:
+        premises += [absolute(x) <= a, h >= 0, absolute(s - x) <= growth * a - a + h]
+    premises += [
+        rounding <= u * absolute(s_1 + s_2) + HALF_SUBNORMAL,
+        -rounding <= u * absolute(s_1 + s_2) + HALF_SUBNORMAL,
+        equal(result, s_1 + s_2 + rounding),
+    ]
+    scale = a_1 + a_2 if absolute_sum else absolute(x_1 + x_2)
+    under = (1 + u) * (h_1 + h_2) + (HALF_SUBNORMAL if underflow else 0)
+    # growth' = (1 + u) growth, written out so that the only product of variables is growth times a sum.
+    bound = growth * scale + u * (growth * scale) - scale + under
+    return Statement(logic="QF_NRA", premises=tuple(premises), claim=absolute(result - (x_1 + x_2)) <= bound)
+
+
+def _chain(constants: Constants, roundings: int, limit: Fraction) -> Statement:
+    u = constants["FLOAT32_UNIT"]
+    growth, power = real("growth"), number(1, "Real")
+    for _ in range(roundings):
+        power = (1 + u) * power
+    return Statement(logic="QF_LRA", premises=(equal(growth, power),), claim=growth - 1 <= limit)
+
+
+def _head_chain(constants: Constants, *, roundings: int = HEAD_ROUNDINGS) -> Statement:
+    return _chain(constants, roundings, constants["HEAD_CHAIN_ULPS"] * constants["FLOAT32_UNIT"])
+
+
+def _bound_chain(constants: Constants, *, extra: int = 4) -> Statement:
+    # gamma (1 + budget) <= budget: the budget also covers the rounding of the guard term that holds it.
+    budget = constants["BOUND_CHAIN_ULPS"] * constants["FLOAT32_UNIT"]
+    return _chain(constants, int(constants["MAX_COLUMNS"]) + extra, budget / (1 + budget))
+
+
+def _float64_slack(constants: Constants, *, roundings: int = FLOAT64_ROUNDINGS) -> Statement:
+    # After i roundings growth <= 1 + i v c with c = 1 + 2^-10; i is an integer of at most `roundings`.
+    v, c = FLOAT64_UNIT, 1 + Fraction(1, 2**10)
+    growth, count = reals("growth count")
+    slack = Fraction(2) ** int(constants["FLOAT64_SLACK_LOG2"])
+    return Statement(
+        logic="QF_LRA",
+        premises=(count >= 0, count <= roundings, growth >= 1, growth <= 1 + v * c * count),
+        claim=every(growth + v * growth <= 1 + v * c * (count + 1), growth - 1 <= slack),
+    )
+
+
+def _underflow_total(constants: Constants, scale: Term) -> Term:
+    # Every product may lose half a subnormal before the key scale multiplies it, the later ones after it. The
+    # growth of these losses through later roundings is below 2.
+    products = HEADS + int(constants["MAX_COLUMNS"]) + 1
+    return 2 * HALF_SUBNORMAL * (products * scale + 5)
+
+
+def _slack_floor(constants: Constants, *, bounded_scale: bool = True) -> Statement:
+    scale, n = reals("scale n")
+    floor = Fraction(2) ** int(constants["SLACK_FLOOR_LOG2"])
+    least = Fraction(2) ** int(constants["KEY_SCALE_LOG2_MIN"])
+    return Statement(
+        logic="QF_NRA",
+        premises=(n >= constants["E4M3_MIN_NORMAL"], scale >= (least if bounded_scale else Fraction(1, 2**126))),
+        claim=2 * _underflow_total(constants, scale) <= floor * n * scale,
+    )
+
+
+def _no_overflow(constants: Constants) -> Statement:
+    # partial: any partial sum of the bound or of the score before the key scale, rounded.
+    scale, n, magnitude, partial_sum = reals("scale n magnitude partial")
+    square = constants["HEAD_DIM"] * constants["E4M3_MAX"] * constants["E4M3_MAX"]
+    return Statement(
+        logic="QF_NRA",
+        premises=(
+            scale > 0,
+            scale <= Fraction(2) ** int(constants["KEY_SCALE_LOG2_MAX"]),
+            n >= 0,
+            n * n <= 2 * square,
+            magnitude >= 0,
+            magnitude <= Fraction(2) ** int(constants["ROW_MAGNITUDE_LOG2_MAX"]),
+            absolute(partial_sum) <= 2 * magnitude * n,
+        ),
+        claim=every(absolute(partial_sum) < FLOAT32_LIMIT, scale * absolute(partial_sum) < FLOAT32_LIMIT),
+    )
+
+
+def _bound_covers_score(constants: Constants, *, left_out: str = "") -> Statement:
+    # Everything per unit of s n, which is positive. Names as in the table of docs/bound.md.
+    u = constants["FLOAT32_UNIT"]
+    score, bound = reals("score bound")
+    retained, omitted, omitted_exact, negative, aggregate_exact = reals(
+        "retained omitted omitted_exact negative aggregate_exact"
+    )
+    projected_exact, projected, residual_exact, linear_exact = reals(
+        "projected_exact projected residual_exact linear_exact"
+    )
+    columns, linear, aggregate, exact_bound = reals("columns linear aggregate exact_bound")
+    names = "residual omitted_dot projected_dot aggregated_dot column_dot_a column_dot_l rounding_a rounding_l float64"
+    term = dict(zip(names.split(), reals(names), strict=True))
+    heads, absolutes, guard, score_underflow, bound_underflow = reals(
+        "heads absolutes guard score_underflow bound_underflow"
+    )
+    floor = Fraction(2) ** int(constants["SLACK_FLOOR_LOG2"])
+    head_chain = constants["HEAD_CHAIN_ULPS"] * u * heads
+    budget = constants["BOUND_CHAIN_ULPS"] * u
+    part = {**term, "head_chain": head_chain, "floor": number(floor, "Real")}
+    del part["float64"]
+    others = [value for name, value in part.items() if name != "floor"]
+    slack = sum((value for name, value in part.items() if name != left_out), number(0, "Real"))
+    bound_chain = budget * (absolutes + sum(others, number(0, "Real")))
+    full = slack + term["float64"] + (number(0, "Real") if left_out == "bound_chain" else bound_chain)
+    gamma = budget / (1 + budget)
+    return Statement(
+        logic="QF_LRA",
+        premises=(
+            *(value >= 0 for value in (*term.values(), heads, absolutes, score_underflow, bound_underflow)),
+            # slack_floor.
+            2 * (score_underflow + bound_underflow) <= floor,
+            # head_chain: the computed score against the sum of the computed head terms.
+            score <= retained + omitted - negative + head_chain + score_underflow,
+            # computed_dots, projection, residual, aggregation, column_rounding.
+            omitted <= omitted_exact + term["omitted_dot"],
+            omitted_exact <= projected_exact + residual_exact,
+            projected_exact <= projected + term["projected_dot"],
+            residual_exact <= linear_exact + term["residual"],
+            linear_exact <= linear + term["column_dot_l"] + term["rounding_l"],
+            -negative <= -aggregate_exact + term["aggregated_dot"],
+            -aggregate_exact <= -aggregate + term["column_dot_a"] + term["rounding_a"],
+            # coefficient_round_up: the columns of the bound against the terms that they stand for.
+            columns >= retained + projected + linear - aggregate,
+            guard >= full,
+            equal(exact_bound, columns + guard),
+            # bound_chain: the computed bound against its exact value.
+            bound >= exact_bound - gamma * (absolutes + guard) - bound_underflow,
+        ),
+        claim=bound >= score,
+    )
+
+
+def _index_arithmetic(_: Constants, *, bits_in_result: int = 64) -> Statement:
+    row, stride, column = integer("row"), integer("stride"), integer("column")
+    limit = 2**31
+    return Statement(
+        logic="QF_NIA",
+        premises=(row >= 0, row < limit, stride >= 0, stride <= limit, column >= 0, column < limit),
+        claim=every(row * stride + column < 2 ** (bits_in_result - 1), row * stride + column >= row * stride),
+    )
+
+
+LEMMAS = (
+    Lemma(
+        id="nearest_even",
+        statement="Rounding an exact magnitude to 24 bits, ties to even, changes it by at most 2^-24 of itself.",
+        theme=THEME,
+        build=_nearest_even,
+        constants=("FLOAT32_UNIT",),
+        speaks_of=("dosa_ref.scorer.score_scalar_sm90", "dosa_ref.spec.FLOAT32_UNIT"),
+        mutants=(
+            Mutant(id="half_unit", broken="at most 2^-25", build=partial(_nearest_even, share=2)),
+            Mutant(id="unit_2_25", broken="the unit taken as 2^-25", constants={"FLOAT32_UNIT": Fraction(1, 2**25)}),
+        ),
+    ),
+    Lemma(
+        id="rounding_error",
+        statement="A float32 result nearest to x differs from it by at most u |x| + 2^-150, overflow aside.",
+        theme=THEME,
+        build=_rounding_error,
+        constants=("FLOAT32_UNIT",),
+        speaks_of=("dosa_ref.scorer.score_scalar_sm90",),
+        mutants=(
+            Mutant(id="no_underflow", broken="the 2^-150 left out", build=partial(_rounding_error, subnormal=True)),
+        ),
+    ),
+    Lemma(
+        id="rounding_monotone",
+        statement="x <= y gives float32(x) <= float32(y), round to nearest from float64.",
+        theme=THEME,
+        build=_rounding_monotone,
+        speaks_of=("dosa_ref.bound.evaluate",),
+        mutants=(
+            Mutant(
+                id="strict",
+                broken="< for <=",
+                build=partial(_rounding_monotone, strict=True),
+            ),
+        ),
+    ),
+    Lemma(
+        id="round_up_float32",
+        statement="Converting to nearest and stepping up where the result fell below is the upward rounding.",
+        theme=THEME,
+        build=_round_up_float32,
+        speaks_of=("dosa_ref.bound.key_norms", "dosa_ref.bound.build_row_bound"),
+        mutants=(Mutant(id="nearest", broken="no step up", build=partial(_round_up_float32, correct=False)),),
+    ),
+    Lemma(
+        id="outward_rounding",
+        statement="x (1 + 2^-20), rounded to nearest, is at least x (1 + 15 * 2^-24) for a normal x >= 0.",
+        theme=THEME,
+        build=_outward_rounding,
+        constants=("OUTWARD_LOG2", "FLOAT32_UNIT"),
+        speaks_of=("dosa_ref.guard", "dosa_ref.spec.OUTWARD_LOG2"),
+        mutants=(
+            Mutant(id="units_16", broken="absorbs 16 units", build=partial(_outward_rounding, units=16)),
+            Mutant(id="negative", broken="x < 0", build=partial(_outward_rounding, negative=True)),
+            Mutant(id="subnormal", broken="x subnormal", build=partial(_outward_rounding, normal=False)),
+        ),
+    ),
+    Lemma(
+        id="chain_step",
+        statement="One more rounding multiplies the relative error of a chain by 1 + u, and adds 2^-150 for underflow.",
+        theme=THEME,
+        build=_chain_step,
+        constants=("FLOAT32_UNIT",),
+        speaks_of=("dosa_ref.scorer.score_scalar_sm90", "dosa_ref.bound.evaluate"),
+        mutants=(
+            Mutant(
+                id="plain_sum",
+                broken="relative to the sum, not to the sum of magnitudes",
+                build=partial(_chain_step, absolute_sum=False),
+            ),
+            Mutant(id="no_underflow", broken="the 2^-150 left out", build=partial(_chain_step, underflow=False)),
+        ),
+        note="Holds for additions in any order and for fused multiply-add; multiplying by the key scale first is "
+        "`scale_monotone`.",
+    ),
+    Lemma(
+        id="head_chain",
+        statement="The 12 roundings of the head combination stay within HEAD_CHAIN_ULPS = 16 units.",
+        theme=THEME,
+        build=_head_chain,
+        constants=("FLOAT32_UNIT", "HEAD_CHAIN_ULPS"),
+        speaks_of=("dosa_ref.scorer.score_scalar_sm90", "dosa_ref.guard"),
+        mutants=(
+            Mutant(id="too_small", broken="11 units", constants={"HEAD_CHAIN_ULPS": Fraction(11)}),
+            Mutant(id="more_roundings", broken="17 roundings", build=partial(_head_chain, roundings=17)),
+        ),
+    ),
+    Lemma(
+        id="bound_chain",
+        statement="MAX_COLUMNS + 4 roundings stay within BOUND_CHAIN_ULPS = 80 units, with room for that term's own.",
+        theme=THEME,
+        build=_bound_chain,
+        constants=("FLOAT32_UNIT", "MAX_COLUMNS", "BOUND_CHAIN_ULPS"),
+        speaks_of=("dosa_ref.bound.evaluate", "dosa_ref.guard"),
+        mutants=(
+            Mutant(id="too_small", broken="67 units", constants={"BOUND_CHAIN_ULPS": Fraction(67)}),
+            Mutant(id="more_columns", broken="80 columns", constants={"MAX_COLUMNS": Fraction(80)}),
+        ),
+    ),
+    Lemma(
+        id="float64_slack",
+        statement="The float64 roundings of the query side stay within 2^FLOAT64_SLACK_LOG2 of the absolute sum.",
+        theme=THEME,
+        build=_float64_slack,
+        constants=("FLOAT64_SLACK_LOG2",),
+        speaks_of=("dosa_ref.guard",),
+        mutants=(
+            Mutant(id="too_small", broken="2^-42", constants={"FLOAT64_SLACK_LOG2": Fraction(-42)}),
+            Mutant(id="longer_sums", broken="sums of 16,384 terms", build=partial(_float64_slack, roundings=16384)),
+        ),
+    ),
+    Lemma(
+        id="slack_floor",
+        statement="Twice all that underflow can cost in score and bound is at most 2^SLACK_FLOOR_LOG2 n s.",
+        theme=THEME,
+        build=_slack_floor,
+        constants=("SLACK_FLOOR_LOG2", "KEY_SCALE_LOG2_MIN", "MAX_COLUMNS", "E4M3_MIN_NORMAL"),
+        speaks_of=("dosa_ref.guard", "dosa_ref.bound.key_norms"),
+        mutants=(
+            Mutant(id="too_small", broken="floor 2^-110", constants={"SLACK_FLOOR_LOG2": Fraction(-110)}),
+            Mutant(id="tiny_scale", broken="any normal key scale", build=partial(_slack_floor, bounded_scale=False)),
+        ),
+    ),
+    Lemma(
+        id="no_overflow",
+        statement="Under the premises on key scale and row magnitude no partial sum reaches 2^127.",
+        theme=THEME,
+        build=_no_overflow,
+        constants=("HEAD_DIM", "E4M3_MAX", "KEY_SCALE_LOG2_MAX", "ROW_MAGNITUDE_LOG2_MAX"),
+        speaks_of=("dosa_ref.bound.evaluate", "dosa_ref.bound.key_norms"),
+        mutants=(
+            Mutant(id="large_scale", broken="key scales up to 2^60", constants={"KEY_SCALE_LOG2_MAX": Fraction(60)}),
+            Mutant(id="large_row", broken="rows up to 2^80", constants={"ROW_MAGNITUDE_LOG2_MAX": Fraction(80)}),
+        ),
+    ),
+    Lemma(
+        id="bound_covers_score",
+        statement="With the guard of docs/bound.md the computed bound is at least the computed score.",
+        theme=THEME,
+        build=_bound_covers_score,
+        constants=("FLOAT32_UNIT", "HEAD_CHAIN_ULPS", "BOUND_CHAIN_ULPS", "SLACK_FLOOR_LOG2"),
+        speaks_of=("dosa_ref.guard", "dosa_ref.bound.evaluate", "dosa_ref.bound.build_row_bound"),
+        mutants=tuple(
+            Mutant(
+                id=f"no_{name}",
+                broken=f"the term {name} left out of the guard",
+                build=partial(_bound_covers_score, left_out=name),
+            )
+            for name in (
+                "residual",
+                "omitted_dot",
+                "projected_dot",
+                "aggregated_dot",
+                "column_dot_l",
+                "rounding_a",
+                "head_chain",
+                "bound_chain",
+                "floor",
+            )
+        ),
+        note="The premises are the claims of the other lemmas, summed over heads and columns; a zero key, for which "
+        "n = 0, has score = 0 = bound.",
+    ),
+    Lemma(
+        id="index_arithmetic",
+        statement="row * stride + column fits int64 for up to 2^31 rows, keys and strides.",
+        theme=THEME,
+        build=_index_arithmetic,
+        speaks_of=("dosa_ref.select.select_prefill",),
+        mutants=(Mutant(id="int32", broken="computed in int32", build=partial(_index_arithmetic, bits_in_result=32)),),
+    ),
+)

@@ -1,0 +1,260 @@
+"""Selection: threshold from seeds, strict pruning, ties, the shared order, merging of partial top-K lists.
+
+Facts about counts are induction steps over the keys: a counter so far, one more key, the counter after it. The base
+case is that both counters are 0.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+from proofs.encodings import float32_before, order_key
+from proofs.lemma import Constants, Lemma, Mutant, Statement
+from proofs.terms import (
+    Term,
+    bits,
+    boolean,
+    choose,
+    equal,
+    every,
+    float32_from_bits,
+    float_equal,
+    float_is_nan,
+    float_less,
+    iff,
+    implies,
+    integer,
+    negate,
+    number,
+    real,
+    some,
+)
+
+THEME = "selection"
+
+
+def _count(condition: Term, weight: int = 1) -> Term:
+    return choose(condition, number(weight, "Int"), 0)
+
+
+def _threshold(_: Constants, *, distinct: bool = True, genuine: bool = True, enough: bool = True) -> Statement:
+    # seeds: seeds so far with seed_score >= tau; above: keys so far with score > kth, the K-th best of all keys.
+    seeds, above, topk = integer("seeds"), integer("above"), integer("topk")
+    tau, kth, score, seed_score = real("tau"), real("kth"), real("score"), real("seed_score")
+    is_seed = boolean("is_seed")
+    premises = [tau > kth, seeds <= above, above < topk]
+    if genuine:
+        premises.append(equal(seed_score, score))
+    counted = _count(every(is_seed, seed_score >= tau), 1 if distinct else 2)
+    return Statement(
+        logic="QF_LIRA",
+        premises=tuple(premises),
+        claim=every(
+            seeds + counted <= above + _count(score > kth),
+            # So tau > kth is impossible: at least K seeds reach tau, and fewer than K keys are above the K-th best.
+            negate(seeds >= topk if enough else seeds >= topk - 1),
+        ),
+    )
+
+
+def _strict_pruning(_: Constants, *, strict: bool = True, covered: bool = True) -> Statement:
+    # One pruned key (bound, score, index); reach: keys so far with score >= tau; before: keys so far ahead of it.
+    reach, before, topk = integer("reach"), integer("before"), integer("topk")
+    score, bound, tau, other = real("score"), real("bound"), real("tau"), real("other")
+    index, other_index = integer("index"), integer("other_index")
+    premises = [reach <= before, bound < tau if strict else bound <= tau]
+    if covered:
+        premises.append(bound >= score)
+    ahead = some(other > score, every(equal(other, score), other_index < index))
+    return Statement(
+        logic="QF_LIRA",
+        premises=tuple(premises),
+        claim=every(reach + _count(other >= tau) <= before + _count(ahead), implies(reach >= topk, before >= topk)),
+    )
+
+
+def _ties_kept(_: Constants, *, prune_equal: bool = False, emit_equal: bool = True) -> Statement:
+    # A key that is in the top K: fewer than K keys are ahead of it, while at least K keys reach tau.
+    score, bound, tau = real("score"), real("bound"), real("tau")
+    reach, before, topk = integer("reach"), integer("before"), integer("topk")
+    pruned = bound <= tau if prune_equal else bound < tau
+    emitted = score >= tau if emit_equal else score > tau
+    return Statement(
+        logic="QF_LIRA",
+        premises=(
+            bound >= score,
+            reach >= topk,
+            before < topk,
+            # strict_pruning, for the score itself: were it below tau, all that reach tau would be ahead.
+            implies(score < tau, before >= reach),
+        ),
+        claim=every(negate(pruned), emitted),
+    )
+
+
+def _tie_break(_: Constants, *, nan: bool = False, distinct: bool = True, strict: bool = True) -> Statement:
+    names = "abc"
+    scores = [bits(f"score_{n}", 32) for n in names]
+    indices = [bits(f"index_{n}", 32) for n in names]
+    a, b, c = range(3)
+
+    def before(x: int, y: int) -> Term:
+        ahead = float32_before(scores[x], indices[x], scores[y], indices[y])
+        if strict:
+            return ahead
+        tie = every(
+            float_equal(float32_from_bits(scores[x]), float32_from_bits(scores[y])), equal(indices[x], indices[y])
+        )
+        return some(ahead, tie)
+
+    premises = [] if nan else [negate(float_is_nan(float32_from_bits(score))) for score in scores]
+    if distinct:
+        premises.append(negate(equal(indices[a], indices[b])))
+    return Statement(
+        logic="QF_BVFP",
+        premises=tuple(premises),
+        claim=every(
+            iff(before(a, b), negate(before(b, a))),
+            negate(before(a, a)),
+            implies(every(before(a, b), before(b, c)), before(a, c)),
+        ),
+    )
+
+
+def _order_key(_: Constants, *, canonical: bool = True, nan: bool = False) -> Statement:
+    a, b = bits("a", 32), bits("b", 32)
+    x, y = float32_from_bits(a), float32_from_bits(b)
+    if canonical:
+        key_a, key_b = order_key(a), order_key(b)
+    else:
+        sign = 1 << 31
+        key_a, key_b = (choose(s >= sign, ~s, s | sign) for s in (a, b))
+    premises = () if nan else (negate(float_is_nan(x)), negate(float_is_nan(y)))
+    return Statement(
+        logic="QF_BVFP",
+        premises=premises,
+        claim=every(iff(key_a < key_b, float_less(x, y)), iff(equal(key_a, key_b), float_equal(x, y))),
+    )
+
+
+def _merge_dropped(_: Constants, *, kept: int = 0) -> Statement:
+    # A key that its part dropped: in_part and in_all count the keys so far ahead of it, in its part and anywhere.
+    in_part, in_all, topk = integer("in_part"), integer("in_all"), integer("topk")
+    same_part, ahead = boolean("same_part"), boolean("ahead")
+    return Statement(
+        logic="QF_LIA",
+        premises=(in_part <= in_all,),
+        claim=every(
+            in_part + _count(every(same_part, ahead)) <= in_all + _count(ahead),
+            implies(in_part >= topk - kept, in_all >= topk),
+        ),
+    )
+
+
+def _merge_partial(_: Constants, *, all_winners: bool = True) -> Statement:
+    # One kept key x. winners: members of the union's top K so far; kept_ahead, ahead: kept keys and keys ahead of x.
+    winners, kept_ahead, ahead, topk = (integer(n) for n in ("winners", "kept_ahead", "ahead", "topk"))
+    is_winner, is_kept, is_ahead = boolean("is_winner"), boolean("is_kept"), boolean("is_ahead")
+    x_is_winner = boolean("x_is_winner")
+    premises = [
+        kept_ahead <= ahead,
+        implies(negate(x_is_winner), winners <= kept_ahead),
+        # The order is total: a winner is ahead of every key that is none.
+        implies(every(is_winner, negate(x_is_winner)), is_ahead),
+        iff(x_is_winner, ahead < topk),
+    ]
+    if all_winners:
+        premises.append(implies(is_winner, is_kept))
+    next_kept = kept_ahead + _count(every(is_kept, is_ahead))
+    return Statement(
+        logic="QF_LIA",
+        premises=tuple(premises),
+        claim=every(
+            next_kept <= ahead + _count(is_ahead),
+            implies(negate(x_is_winner), winners + _count(is_winner) <= next_kept),
+            # So x is among the K best of the kept keys exactly if it is among the K best of all.
+            implies(x_is_winner, kept_ahead < topk),
+            implies(every(negate(x_is_winner), winners >= topk), kept_ahead >= topk),
+        ),
+    )
+
+
+LEMMAS = (
+    Lemma(
+        id="threshold",
+        statement="The K-th best of at least K distinct genuine seeds never exceeds the K-th best of all keys.",
+        theme=THEME,
+        build=_threshold,
+        speaks_of=("dosa_ref.select.select_prefill",),
+        mutants=(
+            Mutant(id="duplicate_seed", broken="one key is two seeds", build=partial(_threshold, distinct=False)),
+            Mutant(
+                id="foreign_score", broken="a seed's score is not its key's", build=partial(_threshold, genuine=False)
+            ),
+            Mutant(id="too_few", broken="K - 1 seeds reach tau", build=partial(_threshold, enough=False)),
+        ),
+    ),
+    Lemma(
+        id="strict_pruning",
+        statement="A key with score <= U < tau has at least K keys ahead of it, whatever the ties.",
+        theme=THEME,
+        build=_strict_pruning,
+        speaks_of=("dosa_ref.select.select_prefill", "dosa_ref.bound.evaluate"),
+        mutants=(
+            Mutant(id="not_strict", broken="U <= tau prunes", build=partial(_strict_pruning, strict=False)),
+            Mutant(id="not_covered", broken="U may be below the score", build=partial(_strict_pruning, covered=False)),
+        ),
+    ),
+    Lemma(
+        id="ties_kept",
+        statement="A member of the top K is never pruned and always emitted, also if its score or bound equals tau.",
+        theme=THEME,
+        build=_ties_kept,
+        speaks_of=("dosa_ref.select.select_prefill",),
+        mutants=(
+            Mutant(id="prune_equal", broken="U <= tau prunes", build=partial(_ties_kept, prune_equal=True)),
+            Mutant(id="emit_above", broken="only score > tau is emitted", build=partial(_ties_kept, emit_equal=False)),
+        ),
+    ),
+    Lemma(
+        id="tie_break_total_order",
+        statement="(score descending, index ascending) is a strict total order, with -0 equal to +0 and no NaN.",
+        theme=THEME,
+        build=_tie_break,
+        speaks_of=("dosa_ref.select.exact_topk", "dosa_ref.spec.TieBreak"),
+        mutants=(
+            Mutant(id="nan", broken="NaN scores allowed", build=partial(_tie_break, nan=True)),
+            Mutant(id="same_index", broken="two keys share an index", build=partial(_tie_break, distinct=False)),
+            Mutant(id="not_strict", broken="<= between indices", build=partial(_tie_break, strict=False)),
+        ),
+    ),
+    Lemma(
+        id="order_key",
+        statement="The 32-bit key of a float32 sorts as its value, and -0 and +0 share one.",
+        theme=THEME,
+        build=_order_key,
+        speaks_of=("dosa_ref.select.exact_topk",),
+        mutants=(
+            Mutant(id="signed_zero", broken="-0 has a key of its own", build=partial(_order_key, canonical=False)),
+            Mutant(id="nan", broken="NaN scores allowed", build=partial(_order_key, nan=True)),
+        ),
+    ),
+    Lemma(
+        id="merge_dropped",
+        statement="A key outside the top K of its part is outside the top K of the union.",
+        theme=THEME,
+        build=_merge_dropped,
+        speaks_of=("dosa_ref.select.exact_topk",),
+        mutants=(Mutant(id="short_part", broken="parts keep K - 1", build=partial(_merge_dropped, kept=1)),),
+    ),
+    Lemma(
+        id="merge_partial",
+        statement="The top K of the kept keys of all parts is the top K of the union.",
+        theme=THEME,
+        build=_merge_partial,
+        speaks_of=("dosa_ref.select.exact_topk", "dosa_ref.select.select_prefill"),
+        mutants=(
+            Mutant(id="lost_winner", broken="a winner is not kept", build=partial(_merge_partial, all_winners=False)),
+        ),
+    ),
+)

@@ -1,0 +1,378 @@
+"""What the FP8 tensor cores lose: alignment of 32 products, the cut of the sum, and their total over one dot.
+
+Magnitudes are integers in units of the step, ``2^(E - FRACTION_BITS)`` with ``E`` the largest exponent of the step; a
+sign in front changes nothing, because everything is cut towards zero. Sums over steps are real induction steps.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from functools import partial
+
+from proofs.encodings import (
+    E4M3_SIGNIFICAND_BITS,
+    PRODUCT_FRACTION_BITS,
+    PRODUCT_MAX,
+    absolute,
+    align_accumulator,
+    align_product,
+    cut_to_fraction_bits,
+    e4m3_biased_exponent,
+    e4m3_float32_bits,
+    e4m3_is_nan,
+    e4m3_significand,
+    maximum,
+    relu,
+)
+from proofs.lemma import Constants, Lemma, Mutant, Statement
+from proofs.terms import (
+    FLOAT32,
+    bits,
+    boolean,
+    choose,
+    equal,
+    every,
+    float32_from_bits,
+    float_equal,
+    float_multiply,
+    float_round,
+    implies,
+    negate,
+    number,
+    real,
+    reals,
+    some,
+    total,
+)
+
+THEME = "tensorcore"
+WIDTH = 64
+"""Bits of the integers here: room for every shift below."""
+
+SHIFT_MAX = 48
+"""Exponents of products are at least -12 and those of accumulators at most 25, so no shift exceeds 48."""
+
+FLOAT16 = "(_ FloatingPoint 5 11)"
+
+
+def _fraction_bits(constants: Constants) -> int:
+    return int(constants["FRACTION_BITS"])
+
+
+def _e4m3_products_exact(_: Constants, *, sort: str = FLOAT32, nan: bool = False) -> Statement:
+    a, b = bits("a", 8), bits("b", 8)
+    x, y = (float32_from_bits(e4m3_float32_bits(code)) for code in (a, b))
+    if sort != FLOAT32:
+        x, y = float_round(x, sort, "RNE"), float_round(y, sort, "RNE")
+    finite = () if nan else (negate(e4m3_is_nan(a)), negate(e4m3_is_nan(b)))
+    # A product that is not exact has a neighbour below and another above.
+    return Statement(
+        logic="QF_BVFP",
+        premises=finite,
+        claim=float_equal(float_multiply(x, y, "RTP"), float_multiply(x, y, "RTN")),
+    )
+
+
+def _exponent_vote(constants: Constants, *, raised: bool = True) -> Statement:
+    # In units of the smallest subnormal, 2^-9: a magnitude is significand << (biased - 1).
+    smallest_normal = constants["E4M3_MIN_NORMAL"] / constants["E4M3_MIN_SUBNORMAL"]
+    magnitudes, covers, votes, premises = [], [], [], []
+    for name in ("a", "b"):
+        code = bits(name, 8)
+        significand, biased = e4m3_significand(code, WIDTH), e4m3_biased_exponent(code, WIDTH)
+        magnitude = significand << (biased - 1)
+        magnitudes.append(magnitude)
+        covers.append(choose(magnitude < smallest_normal, number(smallest_normal, magnitude.sort), magnitude))
+        votes.append(number(1, magnitude.sort) << (biased - 1 + E4M3_SIGNIFICAND_BITS))
+        premises += [negate(e4m3_is_nan(code)), negate(equal(significand, 0))]
+    bounds = covers if raised else magnitudes
+    return Statement(
+        logic="QF_BV",
+        premises=tuple(premises),
+        claim=every(votes[0] <= bounds[0], magnitudes[0] <= bounds[0], votes[0] * votes[1] <= bounds[0] * bounds[1]),
+    )
+
+
+def _step_alignment(
+    constants: Constants, *, extra_shift: int = 0, away: int = 0, short_accumulator: bool = True
+) -> Statement:
+    fraction_bits = _fraction_bits(constants)
+    product, shift, accumulator, gap = (bits(n, WIDTH) for n in ("product", "shift", "accumulator", "gap"))
+    one = number(1, product.sort)
+    kept = align_product(product, shift, fraction_bits) + away
+    whole = product << (fraction_bits - PRODUCT_FRACTION_BITS)
+    kept_accumulator = align_accumulator(accumulator, gap, fraction_bits)
+    drop = gap + (23 - fraction_bits)
+    premises = [product <= PRODUCT_MAX, shift <= SHIFT_MAX, gap <= SHIFT_MAX - 24, accumulator < 1 << 24]
+    if short_accumulator:
+        premises.append(equal(accumulator & ((1 << (23 - fraction_bits)) - 1), 0))
+    return Statement(
+        logic="QF_BV",
+        premises=tuple(premises),
+        claim=every(
+            (kept << shift) <= whole,
+            whole - (kept << shift) < (one << shift),
+            implies(shift <= fraction_bits - PRODUCT_FRACTION_BITS + extra_shift, equal(kept << shift, whole)),
+            (kept_accumulator << drop) <= accumulator,
+            accumulator - (kept_accumulator << drop) < (one << drop),
+            implies(equal(gap, 0), equal(kept_accumulator << drop, accumulator)),
+        ),
+    )
+
+
+def _step_sum(constants: Constants, *, one_is_exact: bool = True) -> Statement:
+    # loss_i: what the cut of term i loses, in units of the step; the last one is the accumulator's.
+    terms = int(constants["STEP_TERMS"])
+    losses = [real(f"loss_{i:02d}") for i in range(terms)]
+    accumulator_loss, first = real("loss_accumulator"), boolean("first")
+    everything = [*losses, accumulator_loss]
+    premises = [every(loss <= 1, -loss <= 1) for loss in everything]
+    premises.append(implies(first, equal(accumulator_loss, 0)))
+    if one_is_exact:
+        exact_product = some(*(equal(loss, 0) for loss in losses))
+        premises.append(choose(first, exact_product, some(exact_product, equal(accumulator_loss, 0))))
+    lossy = choose(first, number(constants["FIRST_STEP_LOSSY"], "Real"), constants["STEP_LOSSY"])
+    return Statement(
+        logic="QF_LRA",
+        premises=tuple(premises),
+        claim=every(total(everything) <= lossy, -total(everything) <= lossy),
+    )
+
+
+def _output_cut(constants: Constants, *, spare: int = 0, away: int = 0, exact_bits: int = 0) -> Statement:
+    fraction_bits = _fraction_bits(constants)
+    magnitude, exponent = bits("magnitude", WIDTH), bits("exponent", WIDTH)
+    one = number(1, magnitude.sort)
+    cut = cut_to_fraction_bits(magnitude, exponent, fraction_bits) + away
+    largest = (int(constants["STEP_TERMS"]) + 1) << (fraction_bits + 2)
+    unit = choose(exponent <= fraction_bits, number(0, magnitude.sort), exponent - fraction_bits)
+    return Statement(
+        logic="QF_BV",
+        premises=(magnitude <= largest, exponent < SHIFT_MAX, equal(magnitude >> exponent, 1)),
+        claim=every(
+            cut <= magnitude,
+            ((magnitude - cut) << (fraction_bits + spare)) < (one << exponent),
+            (one << exponent) <= magnitude,
+            implies(exponent <= fraction_bits + exact_bits, equal(cut, magnitude)),
+            equal((cut >> unit) << unit, cut),
+        ),
+    )
+
+
+def _accumulator_magnitude(_: Constants, *, towards_zero: bool = True) -> Statement:
+    # One more addend of a step: its cut value against the exact product; and the cut of the finished sum.
+    sum_so_far, bound, cut, product, result = reals("sum bound cut product result")
+    term = absolute(cut) <= absolute(product) if towards_zero else absolute(cut) <= absolute(product) + 1
+    return Statement(
+        logic="QF_LRA",
+        premises=(absolute(sum_so_far) <= bound, term, absolute(result) <= absolute(sum_so_far + cut)),
+        claim=every(
+            absolute(sum_so_far + cut) <= bound + absolute(product), absolute(result) <= bound + absolute(product)
+        ),
+    )
+
+
+def _dot_error(
+    constants: Constants, *, output: bool = True, raised_norm: bool = True, accumulator_votes: bool = True
+) -> Statement:
+    # One step. accumulator, following: c_(t-1) and c_t; exact: the real sum so far; products: the step's exact sum.
+    accumulator, following, exact, products = reals("accumulator following exact products")
+    # prefix, prefix_next: ||q_<t||, ||q_<=t||; block: |q~_t|_inf; key_max: |k~|_inf; n: the stored ||k~||.
+    prefix, prefix_next, block, key_max, n, error = reals("prefix prefix_next block key_max n error")
+    # step_power, output_power: 2^E_t and 2^eo_t.
+    step_power, output_power = reals("step_power output_power")
+    unit = Fraction(1, 2 ** _fraction_bits(constants))
+    vote = maximum(block * key_max, absolute(accumulator))
+    largest = maximum(block, prefix) if accumulator_votes else block
+    next_error = error + constants["STEP_LOSSY"] * unit * largest
+    if output:
+        next_error = next_error + unit * prefix_next
+    loss = absolute(following - (accumulator + products))
+    return Statement(
+        logic="QF_NRA",
+        premises=(
+            *(x >= 0 for x in (prefix, prefix_next, block, key_max, n, error)),
+            key_max <= n if raised_norm else key_max <= 2 * n,
+            absolute(accumulator) <= prefix * n,
+            step_power <= vote,
+            output_power <= prefix_next * n,
+            loss <= unit * constants["STEP_TERMS"] * step_power + unit * output_power,
+            absolute(accumulator - exact) <= error * n,
+        ),
+        claim=absolute(following - (exact + products)) <= next_error * n,
+    )
+
+
+def _dot_error_total(constants: Constants, *, skipped: int = -1) -> Statement:
+    # Per unit of n. error_t: |c_t - exact|; loss_t: the largest magnitude in step t; output_t: ||q_<=t||.
+    unit = Fraction(1, 2 ** _fraction_bits(constants))
+    steps, terms = int(constants["STEPS"]), constants["STEP_TERMS"]
+    error, premises, parts = number(0, "Real"), [], []
+    for t in range(steps):
+        loss, output, after = reals(f"loss_{t} output_{t} error_{t}")
+        lossy = terms - 1 if t == 0 else terms
+        premises += [loss >= 0, output >= 0, after <= error + unit * (lossy * loss + output)]
+        error = after
+        budget = constants["FIRST_STEP_LOSSY"] if t == 0 else constants["STEP_LOSSY"]
+        if t != skipped:
+            parts += [budget * loss, output]
+    return Statement(logic="QF_LRA", premises=tuple(premises), claim=error <= unit * total(parts))
+
+
+def _computed_dots(_: Constants, *, negative: bool = True, projected: bool = True) -> Statement:
+    # computed and exact dot of one head, |computed - exact| <= error (which is D(q) n).
+    computed, exact, error, weight, share, multiplier = reals("computed exact error weight share multiplier")
+    return Statement(
+        logic="QF_NRA",
+        premises=(
+            absolute(computed - exact) <= error,
+            weight > 0,
+            share >= 0,
+            multiplier >= 0,
+            weight >= multiplier if negative else weight <= multiplier,
+        ),
+        claim=every(
+            weight * relu(computed) <= weight * relu(exact) + weight * error,
+            share * relu(exact) <= share * relu(computed) + (share if projected else number(0, "Real")) * error,
+            -(weight * relu(computed)) <= -(multiplier * relu(exact)) + multiplier * error,
+        ),
+    )
+
+
+LEMMAS = (
+    Lemma(
+        id="e4m3_products_exact",
+        statement="The product of two E4M3 values is a float32 value.",
+        theme=THEME,
+        build=_e4m3_products_exact,
+        speaks_of=("dosa_ref.tensorcore.dot_scalar", "dosa_ref.tensorcore.dots"),
+        mutants=(
+            Mutant(
+                id="float16",
+                broken="the product is kept in float16",
+                build=partial(_e4m3_products_exact, sort=FLOAT16),
+            ),
+            Mutant(id="nan", broken="NaN codes allowed", build=partial(_e4m3_products_exact, nan=True)),
+        ),
+    ),
+    Lemma(
+        id="exponent_vote",
+        statement="The exponent e(x) that x brings to the alignment satisfies 2^e(x) <= max(|x|, smallest normal).",
+        theme=THEME,
+        build=_exponent_vote,
+        constants=("E4M3_MIN_NORMAL", "E4M3_MIN_SUBNORMAL"),
+        speaks_of=("dosa_ref.tensorcore.dot_scalar", "dosa_ref.guard.dot_error", "dosa_ref.bound.key_norms"),
+        mutants=(
+            Mutant(
+                id="plain_magnitude",
+                broken="subnormals vote with their own magnitude",
+                build=partial(_exponent_vote, raised=False),
+            ),
+            Mutant(
+                id="small_floor",
+                broken="floor of half the smallest normal",
+                constants={"E4M3_MIN_NORMAL": Fraction(1, 128)},
+            ),
+        ),
+        note="An accumulator is a multiple of 2^-25 (products vote with at least -12), so it is a normal float32 and "
+        "votes with the exponent of its own leading bit.",
+    ),
+    Lemma(
+        id="step_alignment",
+        statement="Aligning a term cuts less than one unit and never grows it; a product loses nothing up to shift 7, "
+        "an accumulator nothing at shift 0.",
+        theme=THEME,
+        build=_step_alignment,
+        constants=("FRACTION_BITS",),
+        speaks_of=("dosa_ref.tensorcore.dot_scalar", "dosa_ref.guard.dot_error"),
+        mutants=(
+            Mutant(id="shift_8", broken="no loss up to shift 8", build=partial(_step_alignment, extra_shift=1)),
+            Mutant(id="away_from_zero", broken="cut away from zero", build=partial(_step_alignment, away=1)),
+            Mutant(
+                id="long_accumulator",
+                broken="an accumulator of 24 bits loses nothing",
+                build=partial(_step_alignment, short_accumulator=False),
+            ),
+        ),
+    ),
+    Lemma(
+        id="step_sum",
+        statement="The cuts of one step lose at most 31 units without an accumulator and 32 with one.",
+        theme=THEME,
+        build=_step_sum,
+        constants=("STEP_TERMS", "FIRST_STEP_LOSSY", "STEP_LOSSY"),
+        speaks_of=("dosa_ref.guard.dot_error",),
+        mutants=(
+            Mutant(id="first_30", broken="30 units in the first step", constants={"FIRST_STEP_LOSSY": Fraction(30)}),
+            Mutant(id="later_31", broken="31 units in a later step", constants={"STEP_LOSSY": Fraction(31)}),
+            Mutant(id="all_lossy", broken="every term may lose", build=partial(_step_sum, one_is_exact=False)),
+        ),
+    ),
+    Lemma(
+        id="output_cut",
+        statement="Cutting the sum to 13 fraction bits loses less than 2^(eo - 13), nothing below 2^14; 2^eo <= |sum|.",
+        theme=THEME,
+        build=_output_cut,
+        constants=("FRACTION_BITS", "STEP_TERMS"),
+        speaks_of=("dosa_ref.tensorcore.dot_scalar", "dosa_ref.guard.dot_error"),
+        mutants=(
+            Mutant(id="half_loss", broken="loss below 2^(eo - 14)", build=partial(_output_cut, spare=1)),
+            Mutant(id="away_from_zero", broken="cut away from zero", build=partial(_output_cut, away=1)),
+            Mutant(id="exact_15_bits", broken="15 bits survive", build=partial(_output_cut, exact_bits=1)),
+        ),
+    ),
+    Lemma(
+        id="accumulator_magnitude",
+        statement="The accumulator never exceeds the sum of the products' magnitudes (induction over addends).",
+        theme=THEME,
+        build=_accumulator_magnitude,
+        speaks_of=("dosa_ref.guard.dot_error",),
+        mutants=(
+            Mutant(
+                id="grows", broken="a cut may grow a term", build=partial(_accumulator_magnitude, towards_zero=False)
+            ),
+        ),
+    ),
+    Lemma(
+        id="dot_error",
+        statement="One step adds at most 2^-13 (32 max(|q~_t|_inf, ||q_<t||) + ||q_<=t||) n to the error of the dot.",
+        theme=THEME,
+        build=_dot_error,
+        constants=("FRACTION_BITS", "STEP_TERMS", "STEP_LOSSY"),
+        speaks_of=("dosa_ref.guard.dot_error",),
+        mutants=(
+            Mutant(id="no_output_cut", broken="the cut of the sum left out", build=partial(_dot_error, output=False)),
+            Mutant(id="plain_norm", broken="n may be below |k~|_inf", build=partial(_dot_error, raised_norm=False)),
+            Mutant(
+                id="products_only",
+                broken="the accumulator does not vote",
+                build=partial(_dot_error, accumulator_votes=False),
+            ),
+            Mutant(id="later_31", broken="31 units in a later step", constants={"STEP_LOSSY": Fraction(31)}),
+        ),
+    ),
+    Lemma(
+        id="dot_error_total",
+        statement="Over the four steps the errors add up to D(q) n.",
+        theme=THEME,
+        build=_dot_error_total,
+        constants=("FRACTION_BITS", "STEPS", "STEP_TERMS", "FIRST_STEP_LOSSY", "STEP_LOSSY"),
+        speaks_of=("dosa_ref.guard.dot_error",),
+        mutants=(
+            Mutant(id="no_last_step", broken="the last step left out", build=partial(_dot_error_total, skipped=3)),
+            Mutant(id="first_30", broken="30 units in the first step", constants={"FIRST_STEP_LOSSY": Fraction(30)}),
+        ),
+    ),
+    Lemma(
+        id="computed_dots",
+        statement="With |d - x| <= D n: w relu(d) <= w (relu(x) + D n), a relu(x) <= a (relu(d) + D n) and "
+        "-|w| relu(d) <= -lambda relu(x) + lambda D n.",
+        theme=THEME,
+        build=_computed_dots,
+        speaks_of=("dosa_ref.guard.dot_error",),
+        mutants=(
+            Mutant(id="lambda_above", broken="lambda above |w|", build=partial(_computed_dots, negative=False)),
+            Mutant(id="no_projected", broken="projected_dot left out", build=partial(_computed_dots, projected=False)),
+        ),
+    ),
+)

@@ -1,0 +1,18 @@
+; merge_partial: The top K of the kept keys of all parts is the top K of the union.
+; The negated claim: unsat means proved.
+(set-logic QF_LIA)
+(declare-const ahead Int)
+(declare-const is_ahead Bool)
+(declare-const is_kept Bool)
+(declare-const is_winner Bool)
+(declare-const kept_ahead Int)
+(declare-const topk Int)
+(declare-const winners Int)
+(declare-const x_is_winner Bool)
+(assert (<= kept_ahead ahead))
+(assert (=> (not x_is_winner) (<= winners kept_ahead)))
+(assert (=> (and is_winner (not x_is_winner)) is_ahead))
+(assert (= x_is_winner (< ahead topk)))
+(assert (=> is_winner is_kept))
+(assert (not (and (<= (+ kept_ahead (ite (and is_kept is_ahead) 1 0)) (+ ahead (ite is_ahead 1 0))) (=> (not x_is_winner) (<= (+ winners (ite is_winner 1 0)) (+ kept_ahead (ite (and is_kept is_ahead) 1 0)))) (=> x_is_winner (< kept_ahead topk)) (=> (and (not x_is_winner) (>= winners topk)) (>= kept_ahead topk)))))
+(check-sat)

@@ -1,0 +1,17 @@
+; strict_pruning: A key with score <= U < tau has at least K keys ahead of it, whatever the ties.
+; The negated claim: unsat means proved.
+(set-logic QF_LIRA)
+(declare-const before Int)
+(declare-const bound Real)
+(declare-const index Int)
+(declare-const other Real)
+(declare-const other_index Int)
+(declare-const reach Int)
+(declare-const score Real)
+(declare-const tau Real)
+(declare-const topk Int)
+(assert (<= reach before))
+(assert (< bound tau))
+(assert (>= bound score))
+(assert (not (and (<= (+ reach (ite (>= other tau) 1 0)) (+ before (ite (or (> other score) (and (= other score) (< other_index index))) 1 0))) (=> (>= reach topk) (>= before topk)))))
+(check-sat)

@@ -1,0 +1,17 @@
+; threshold: The K-th best of at least K distinct genuine seeds never exceeds the K-th best of all keys.
+; The negated claim: unsat means proved.
+(set-logic QF_LIRA)
+(declare-const above Int)
+(declare-const is_seed Bool)
+(declare-const kth Real)
+(declare-const score Real)
+(declare-const seed_score Real)
+(declare-const seeds Int)
+(declare-const tau Real)
+(declare-const topk Int)
+(assert (> tau kth))
+(assert (<= seeds above))
+(assert (< above topk))
+(assert (= seed_score score))
+(assert (not (and (<= (+ seeds (ite (and is_seed (>= seed_score tau)) 1 0)) (+ above (ite (> score kth) 1 0))) (not (>= seeds topk)))))
+(check-sat)

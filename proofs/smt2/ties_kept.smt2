@@ -1,0 +1,15 @@
+; ties_kept: A member of the top K is never pruned and always emitted, also if its score or bound equals tau.
+; The negated claim: unsat means proved.
+(set-logic QF_LIRA)
+(declare-const before Int)
+(declare-const bound Real)
+(declare-const reach Int)
+(declare-const score Real)
+(declare-const tau Real)
+(declare-const topk Int)
+(assert (>= bound score))
+(assert (>= reach topk))
+(assert (< before topk))
+(assert (=> (< score tau) (>= before reach)))
+(assert (not (and (not (< bound tau)) (>= score tau))))
+(check-sat)
