@@ -68,7 +68,7 @@ def quantize_tokens(
     """
     if x.dtype != np.float32 or x.ndim != 2 or x.shape[1] < 1:
         raise InvalidProblem("x", f"{x.dtype} {list(x.shape)}", "float32 [n, d] with d >= 1")
-    finite = np.isfinite(x).all(axis=1)
+    finite = np.asarray(np.isfinite(x).all(axis=1))
     clean = np.where(finite[:, None], x, np.float32(0))
     amax = np.maximum(np.abs(clean).max(axis=1), AMAX_FLOOR)
     scale = amax / np.float32(E4M3_MAX)
