@@ -1,8 +1,8 @@
 """Exhaustive audit of the FP8 formats on this machine's CPU.
 
 Each part puts several implementations beside the reference on every input of a format, or on every input that can
-decide a rounding. Disagreements are never dropped: each run of neighbouring inputs with the same answers is listed with its
-bits. Those that a documented difference between libraries predicts *exactly* carry its name:
+decide a rounding. Disagreements are never dropped: each run of neighbouring inputs with the same answers is listed
+with its bits. Those that a documented difference between libraries predicts *exactly* carry its name:
 
 ===================  ==================================================================================================
 class                meaning

@@ -240,16 +240,16 @@ def _values(case: Case, random: np.random.Generator) -> tuple[Codes, Codes]:
             pool = _encode(random.normal(0, 16, (5, HEAD_DIM)))
             return _encode(random.normal(0, 16, q_shape)), pool[random.integers(0, 5, case.keys)]
         case Values.NEAR_EQUAL:
-            same = np.repeat(_encode(random.normal(0, 16, (1, HEAD_DIM))), case.keys, axis=0)
+            same: Codes = np.broadcast_to(_encode(random.normal(0, 16, (1, HEAD_DIM))), k_shape)
             flips = (random.random(k_shape) < 0.01) & ((same & 0x7F) < FINITE_MAGNITUDES - 1)
             return _encode(random.normal(0, 16, q_shape)), same ^ flips.astype(np.uint8)
         case Values.ZERO_FLOOD:
-            q = _encode(np.abs(random.normal(0, 16, q_shape)))
+            positive = _encode(np.abs(random.normal(0, 16, q_shape)))
             sign = np.where(random.random((case.keys, 1)) < 0.05, 1.0, -1.0)
-            return q, _encode(sign * np.abs(random.normal(0, 16, k_shape)))
+            return positive, _encode(sign * np.abs(random.normal(0, 16, k_shape)))
         case Values.CONSTANT:
-            return _encode(random.normal(0, 16, q_shape)), np.repeat(
-                _encode(random.normal(0, 16, (1, HEAD_DIM))), case.keys, axis=0
+            return _encode(random.normal(0, 16, q_shape)), np.tile(
+                _encode(random.normal(0, 16, (1, HEAD_DIM))), (case.keys, 1)
             )
         case Values.WIDE:
             return _patterns(random, q_shape, FINITE_MAGNITUDES), _patterns(random, k_shape, FINITE_MAGNITUDES)

@@ -18,15 +18,16 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from dosa_ref.select import select_dense
 
 from dosa_ref.formats import float_evidence
 from dosa_ref.problem import PrefillProblem
+from dosa_ref.select import select_dense
 from dosa_ref.spec import BackendUnavailable, Contract, DosaError, InvalidProblem, UnprovedBound
 from dosa_ref.trace import load_trace, save_trace
 from dosa_verify.fuzz.cases import Case, Scales, Special, Values, Weights, Windows, build, case_from_json
 from dosa_verify.targets.base import RunOptions, Target, TargetResult
 
+SCHEMA = "dosa.fuzz/1"
 DEFAULT_EXAMPLES = 40
 SHRINK_SECONDS = 90.0
 """Shrinking stops after this long; the smallest failing case so far is reported."""
@@ -68,13 +69,13 @@ class Failure:
     """A counterexample.
 
     Attributes:
-        case: the smallest failing descriptor that was found.
+        case: the smallest failing descriptor that was found; None for a replayed trace that has none.
         mismatch: what was wrong there.
         file: trace file that holds the case.
         reproducer: command that shows the mismatch again.
     """
 
-    case: Case
+    case: Case | None
     mismatch: Mismatch
     file: str
     reproducer: str
@@ -113,6 +114,44 @@ class FuzzReport:
     time_s: float
     budget_spent: bool
     failure: Failure | None
+
+    @property
+    def outcome(self) -> str:
+        """``exact`` or ``counterexample``."""
+        return "exact" if self.failure is None else "counterexample"
+
+    def to_json(self) -> dict[str, object]:
+        """Return the report as JSON values, schema ``dosa.fuzz/1``."""
+        failure = None
+        if self.failure is not None:
+            mismatch = self.failure.mismatch
+            failure = {
+                "case": None if self.failure.case is None else self.failure.case.to_json(),
+                "variant": mismatch.variant,
+                "fault": mismatch.fault.value,
+                "row": mismatch.row,
+                "place": mismatch.place,
+                "evidence": dict(mismatch.evidence),
+                "file": self.failure.file,
+                "reproducer": self.failure.reproducer,
+            }
+        return {
+            "schema": SCHEMA,
+            "outcome": self.outcome,
+            "target": self.target,
+            "variants": list(self.variants),
+            "seed": self.seed,
+            "examples": self.examples,
+            "directed": self.directed,
+            "cases": self.cases,
+            "rows": self.rows,
+            "rows_pruned": self.rows_pruned,
+            "fallback": dict(self.fallback),
+            "features": dict(self.features),
+            "time_s": self.time_s,
+            "budget_spent": self.budget_spent,
+            "failure": failure,
+        }
 
 
 def directed_cases() -> Iterator[Case]:
@@ -401,25 +440,54 @@ def _report_failure(case: Case, mismatch: Mismatch, *, folder: Path, command: st
     return Failure(case=case, mismatch=mismatch, file=str(file), reproducer=f"{command} --replay {file}")
 
 
-def replay(target: Target, file: Path) -> Mismatch | None:
+def replay(target: Target, file: Path, *, command: str = "dosa fuzz") -> FuzzReport:
     """Run a saved case again.
 
     Args:
         target: what is tested.
         file: a file that `run` saved, or any trace file (it then runs with the target's defaults).
+        command: beginning of the reproducer.
 
     Returns:
-        The mismatch, or None if the target is right now.
+        A report of one case.
 
     Raises:
         InvalidProblem: the file is not a trace, or its descriptor is damaged.
     """
+    started = time.monotonic()
     trace = load_trace(file)
-    text = trace.header.get("case")
+    case = _saved_case(trace.header)
+    tally = _Tally()
+    if case is not None:
+        tally.describe(case)
+    options = RunOptions() if case is None else options_of(case)
+    mismatch = check_problem(target, trace.problem, options, tally.add)
+    failure = None
+    if mismatch is not None:
+        failure = Failure(case=case, mismatch=mismatch, file=str(file), reproducer=f"{command} --replay {file}")
+    return FuzzReport(
+        target=target.name,
+        variants=target.variants,
+        seed=0,
+        examples=0,
+        directed=0,
+        cases=1,
+        rows=tally.rows,
+        rows_pruned=tally.rows_pruned,
+        fallback=dict(sorted(tally.fallback.items())),
+        features=dict(sorted(tally.features.items())),
+        time_s=round(time.monotonic() - started, 3),
+        budget_spent=False,
+        failure=failure,
+    )
+
+
+def _saved_case(header: Mapping[str, str]) -> Case | None:
+    text = header.get("case")
     if text is None:
-        return check_problem(target, trace.problem, RunOptions())
+        return None
     try:
         plain = json.loads(text)
     except ValueError as error:
         raise InvalidProblem("case", repr(text[:60]), "a case descriptor in JSON") from error
-    return check_problem(target, trace.problem, options_of(case_from_json(plain)))
+    return case_from_json(plain)

@@ -1,0 +1,299 @@
+"""The command ``dosa``.
+
+Exit codes: 0 exact or proved; 1 a counterexample, printed with a command that reproduces it; 2 wrong usage or bad input;
+3 undecided, unproved, or a backend is not available. Results go to stdout, progress and messages to stderr.
+
+Heavy libraries are imported by the command that needs them: ``env``, ``check`` and ``select`` work without solvers,
+``check`` and ``audit`` without torch. Without installation: ``python -m dosa_verify.cli`` in a checkout.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+import dosa_verify
+from dosa_gpu.plan import Path as SelectPath
+from dosa_ref.spec import (
+    BackendUnavailable,
+    DosaError,
+    Mode,
+    Outcome,
+    SolverUnknown,
+    UnprovedBound,
+)
+from dosa_verify.targets.dosa import Device, KernelTarget, connect, cuda_is_available
+
+
+class Exit(enum.IntEnum):
+    """Exit codes of every verb."""
+
+    EXACT = 0
+    COUNTEREXAMPLE = 1
+    USAGE = 2
+    UNDECIDED = 3
+
+
+app = typer.Typer(
+    name="dosa",
+    help=__doc__,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+audit_app = typer.Typer(no_args_is_help=True, help="Compare number formats across libraries, exhaustively.")
+app.add_typer(audit_app, name="audit")
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout (docs/schemas.md).")]
+DeviceOption = Annotated[Device, typer.Option("--device", help="cpu is the emulator (triton >= 3.9).")]
+TraceFile = Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A trace file (dosa.trace/1).")]
+
+
+@app.command()
+def prove(
+    lemmas: Annotated[list[str] | None, typer.Argument(metavar="[LEMMA]...", help="Lemma ids; all if none.")] = None,
+    json_output: Json = False,
+    export: Annotated[
+        Path | None, typer.Option(file_okay=False, help="Also write each lemma's SMT-LIB script to this folder.")
+    ] = None,
+    solver: Annotated[
+        str | None, typer.Option(help="z3: no confirmation. cvc5, bitwuzla: each lemma must be confirmed by it.")
+    ] = None,
+) -> None:
+    """Prove the lemmas that pruning rests on, and refute their mutants.
+
+    Examples: `dosa prove` · `dosa prove aggregation projection` · `dosa prove --export smt2 --json`
+    """
+    from dosa_verify import proving, terminal
+
+    with terminal.progress("proving") as on_progress:
+        report = proving.run(lemmas or (), solver=solver, on_progress=on_progress)
+    if export is not None:
+        proving.export(export, lemmas or ())
+    if json_output:
+        terminal.print_json(report.to_json())
+    else:
+        terminal.print_prove(report)
+    _exit({proving.PROVED: Exit.EXACT, proving.REFUTED: Exit.COUNTEREXAMPLE}.get(report.outcome, Exit.UNDECIDED))
+
+
+@audit_app.command()
+def fp8(json_output: Json = False) -> None:
+    """Audit E4M3FN and UE8M0: every code, every 16-bit input, every product, ties and neighbours, quantised edge rows.
+
+    Every disagreement between libraries is listed; the audit fails on one that no documented difference predicts.
+
+    Examples: `dosa audit fp8` · `dosa audit fp8 --json > fp8.json`
+    """
+    from dosa_verify import terminal
+    from dosa_verify.audit.fp8 import audit_fp8
+
+    with terminal.progress("auditing") as on_progress:
+        report = audit_fp8(on_progress=on_progress)
+    if json_output:
+        terminal.print_json(report.to_json())
+    else:
+        terminal.print_audit(report)
+    _exit(Exit.COUNTEREXAMPLE if report.unexplained else Exit.EXACT)
+
+
+@app.command()
+def fuzz(
+    target: Annotated[str, typer.Argument(help="dosa (four modes and the dense path) or dense.")] = "dosa",
+    examples: Annotated[int | None, typer.Option(min=0, help="Random cases, besides the directed ones.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
+    budget: Annotated[float | None, typer.Option(min=0, help="Start no new case after this many seconds.")] = None,
+    device: DeviceOption = Device.CPU,
+    replay: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="Run one saved case instead of searching.")
+    ] = None,
+    out: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Folder for a failing case.")] = Path(),
+    json_output: Json = False,
+) -> None:
+    """Compare kernels with the reference on nasty problems, every index and every score bit.
+
+    Examples: `dosa fuzz` · `dosa fuzz dosa --examples 500 --seed 7` · `dosa fuzz dosa --replay case-3f2a91c0.safetensors`
+    """
+    from dosa_verify import terminal
+    from dosa_verify.fuzz import runner
+
+    kernel_target = KernelTarget(name=target, device=device)
+    connect(device)
+    command = f"dosa fuzz {target} --device {device.value}"
+    if replay is not None:
+        report = runner.replay(kernel_target, replay, command=command)
+    else:
+        with terminal.progress("fuzzing") as on_progress:
+            report = runner.run(
+                kernel_target,
+                examples=runner.DEFAULT_EXAMPLES if examples is None else examples,
+                seed=seed,
+                budget_s=budget,
+                folder=out,
+                command=command,
+                on_progress=on_progress,
+            )
+    if json_output:
+        terminal.print_json(report.to_json())
+    else:
+        terminal.print_fuzz(report)
+    _exit(Exit.EXACT if report.failure is None else Exit.COUNTEREXAMPLE)
+
+
+@app.command()
+def select(
+    trace: TraceFile,
+    path: Annotated[SelectPath, typer.Option(help="Which way: auto decides by the rows' lengths.")] = SelectPath.AUTO,
+    mode: Annotated[
+        Mode | None, typer.Option(help="Savings of the pruned path (default both); not with --path dense.")
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Option(metavar="A:B", help="Rows of the trace, half-open; all if left out.")
+    ] = None,
+    topk: Annotated[int | None, typer.Option(metavar="N", help="Keys per row; the trace's own if left out.")] = None,
+    device: DeviceOption = Device.CPU,
+    out: Annotated[
+        Path | None, typer.Option(dir_okay=False, metavar="FILE.safetensors", help="Result file (dosa.result/1).")
+    ] = None,
+    json_output: Json = False,
+) -> None:
+    """Select the top keys of rows of a trace.
+
+    Writes `topk_indices` int32 [rows, topk] (columns of the trace, ascending, -1 tail) and `scores` float32 in the same
+    order, to a file that appears whole or not at all.
+
+    Examples: `dosa select trace.safetensors --topk 256 --rows 0:8 --out result.safetensors` ·
+    `dosa select trace.safetensors --path dense --device cuda --json`
+    """
+    from dosa_verify import selection, terminal
+
+    if mode is not None and path is SelectPath.DENSE:
+        raise typer.BadParameter("the dense path has no modes", param_hint="--mode")
+    if out is not None and not out.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
+    with terminal.progress("selecting") as on_progress:
+        report = selection.select_trace(
+            trace,
+            path=path.value,
+            mode=mode or Mode.BOTH,
+            device=device,
+            rows=rows,
+            topk=topk,
+            out=out,
+            on_progress=on_progress,
+        )
+    if json_output:
+        terminal.print_json(report.to_json())
+    else:
+        terminal.print_select(report)
+
+
+@app.command()
+def check(
+    trace: TraceFile,
+    result: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A result file (dosa.result/1).")],
+    json_output: Json = False,
+) -> None:
+    """Check a result against the reference: set, order and score bits of every row. Needs no torch.
+
+    Example: `dosa check trace.safetensors result.safetensors`
+    """
+    from dosa_verify import selection, terminal
+
+    with terminal.progress("checking") as on_progress:
+        report = selection.check_result(trace, result, on_progress=on_progress)
+    if json_output:
+        terminal.print_json(report.to_json())
+    else:
+        terminal.print_check(report)
+    _exit({Outcome.EXACT: Exit.EXACT, Outcome.UNDECIDED: Exit.UNDECIDED}.get(report.outcome, Exit.COUNTEREXAMPLE))
+
+
+@app.command()
+def env(json_output: Json = False) -> None:
+    """Show versions, device, commit, interpreter state and whether the gate lets the pruned path run.
+
+    Example: `dosa env --json`
+    """
+    from dosa_verify import terminal
+    from dosa_verify.environment import environment
+
+    record = environment()
+    if json_output:
+        terminal.print_json(record)
+    else:
+        terminal.print_environment(record)
+
+
+@app.command()
+def verify(
+    device: Annotated[
+        Device | None, typer.Option("--device", help="Default: cuda where torch sees a GPU, else cpu.")
+    ] = None,
+    examples: Annotated[int | None, typer.Option(min=0, help="Random fuzz cases, besides the directed ones.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the fuzzer.")] = 0,
+    report: Annotated[Path, typer.Option(dir_okay=False, help="Where the full record goes.")] = Path("report.json"),
+    json_output: Json = False,
+) -> None:
+    """The main job: prove, audit, fuzz, and select a bundled real trace in all four modes.
+
+    Prints one table, writes report.json (dosa.report/1), and exits 0 only if everything holds.
+
+    Examples: `dosa verify` · `dosa verify --device cuda --examples 400`
+    """
+    from dosa_verify import terminal
+    from dosa_verify import verify as main_job
+
+    chosen = device or (Device.CUDA if cuda_is_available() else Device.CPU)
+    record = main_job.run(chosen, examples=examples, seed=seed, progress=terminal.progress)
+    main_job.write(record, report)
+    if json_output:
+        terminal.print_json(record.to_json())
+    else:
+        terminal.print_verify(record, report)
+    _exit({"exact": Exit.EXACT, "counterexample": Exit.COUNTEREXAMPLE}.get(record.outcome, Exit.UNDECIDED))
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(dosa_verify.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Options before the verb."""
+
+
+def _exit(code: Exit) -> NoReturn:
+    raise typer.Exit(int(code))
+
+
+def main(arguments: list[str] | None = None) -> NoReturn:
+    """Run the command line and leave with its exit code.
+
+    Args:
+        arguments: words after the program's name; None for those of this process.
+
+    Raises:
+        SystemExit: always. An error of this project becomes one line on stderr; any other exception is a bug of ours and
+            keeps its traceback.
+    """
+    try:
+        app(args=arguments, prog_name="dosa")
+    except DosaError as error:
+        sys.stderr.write(f"dosa: {error}\n")
+        undecided = isinstance(error, BackendUnavailable | UnprovedBound | SolverUnknown)
+        sys.exit(int(Exit.UNDECIDED if undecided else Exit.USAGE))
+    raise AssertionError("typer leaves by SystemExit")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Package data: the bundled trace, and the command that cut it."""

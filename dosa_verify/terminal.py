@@ -1,0 +1,194 @@
+"""What people see: tables on stdout, progress on stderr and only on a terminal, JSON where it was asked for."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from dosa_ref.spec import Outcome
+
+if TYPE_CHECKING:
+    # Each verb imports its own library; showing one must not load the others.
+    from dosa_verify.audit.fp8 import AuditReport
+    from dosa_verify.fuzz.runner import Failure, FuzzReport
+    from dosa_verify.proving import ProveReport
+    from dosa_verify.selection import CheckReport, SelectReport
+    from dosa_verify.verify import VerifyReport
+
+PIPE_WIDTH = 150
+
+OnProgress = Callable[[int, int], None]
+
+
+def print_json(record: Mapping[str, object]) -> None:
+    """Write one JSON document to stdout, and nothing else."""
+    sys.stdout.write(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def complain(text: str) -> None:
+    """Write one message to stderr."""
+    sys.stderr.write(f"dosa: {text}\n")
+
+
+@contextlib.contextmanager
+def progress(title: str) -> Iterator[OnProgress | None]:
+    """Show a bar on stderr while the block runs; without a terminal there, give None.
+
+    Args:
+        title: what is going on.
+
+    Yields:
+        A callback for (done, total), or None.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=None)
+
+        def update(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total)
+
+        yield update
+
+
+def _print(item: object) -> None:
+    # A pipe has no width of its own; tables stay readable at this one.
+    Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH).print(item)
+
+
+def print_prove(report: ProveReport) -> None:
+    """Show lemmas, mutants and confirmations."""
+    table = Table("lemma", "status", "mutants refuted", "confirmed by", "seconds")
+    for lemma in report.lemmas:
+        words = [type(status).__name__.lower() for status in (lemma.status, *(result for _, result in lemma.mutants))]
+        table.add_row(
+            lemma.lemma_id,
+            words[0],
+            f"{words[1:].count('refuted')} of {len(lemma.mutants)}",
+            ", ".join(lemma.confirmed_by),
+            f"{lemma.time_s:.2f}",
+        )
+    _print(table)
+    for line in report.failures():
+        _print(line)
+    _print(f"{report.outcome}: {len(report.lemmas)} lemmas in {report.time_s:.1f} s")
+
+
+def print_audit(report: AuditReport) -> None:
+    """Show each part with its disagreements by class; the full list is in the JSON."""
+    table = Table("part", "inputs", "implementation", "class", "inputs that differ", "first")
+    for part in report.parts:
+        groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
+        first = {}
+        for item in part.disagreements:
+            key = (item.implementation, item.kind)
+            groups[key].append(item.count)
+            answers = f"{item.reference['decimal']} / {item.got['decimal']}"
+            first.setdefault(key, f"{item.first['bits']} ({item.first['decimal']}): {answers}")
+        if not groups:
+            table.add_row(part.name, str(part.inputs), ", ".join(part.implementations), "all equal", "0", "")
+        for (who, kind), counts in groups.items():
+            table.add_row(part.name, str(part.inputs), who, kind, str(sum(counts)), first[who, kind])
+    _print(table)
+    for part in report.parts:
+        for item in part.disagreements:
+            if item.kind == "unexplained":
+                _print(f"unexplained: {part.name}, {item.implementation}, input {item.first}")
+                _print(f"  reference {item.reference}, got {item.got}")
+    _print(f"{report.outcome}: {report.unexplained} unexplained disagreements in {report.time_s:.1f} s")
+
+
+def print_fuzz(report: FuzzReport) -> None:
+    """Show what was run, and the counterexample with its reproducer."""
+    _print(
+        f"{report.target}: {report.cases} cases ({report.directed} directed) x {len(report.variants)} variants, "
+        f"{report.rows} rows compared, {report.rows_pruned} of them pruned, {report.time_s:.1f} s, seed {report.seed}"
+    )
+    if report.fallback:
+        _print("fallback rows: " + ", ".join(f"{reason} {count}" for reason, count in report.fallback.items()))
+    if report.budget_spent:
+        _print("the time budget was spent before all cases ran")
+    if report.failure is None:
+        _print("exact: every index and every score bit equals the reference")
+    else:
+        print_failure(report.failure)
+
+
+def print_failure(failure: Failure) -> None:
+    """Show a fuzz counterexample."""
+    mismatch = failure.mismatch
+    _print(f"counterexample: {mismatch.fault.value} in variant {mismatch.variant}, row {mismatch.row}")
+    for name, value in mismatch.evidence.items():
+        _print(f"  {name}: {value}")
+    if failure.case is not None:
+        _print(f"  case: {failure.case.describe()}")
+    _print(f"reproduce: {failure.reproducer}")
+
+
+def print_select(report: SelectReport) -> None:
+    """Show the path taken, its cost and the result's hash."""
+    stats = report.stats
+    pruned = sum(stats["row_pruned"])
+    table = Table(show_header=False)
+    table.add_row("rows", f"{report.rows[0]}:{report.rows[1]} of {report.trace}, topk {report.topk}")
+    table.add_row(
+        "path", f"{stats['path']}, mode {stats['mode']}, device {report.device.value}, contract {stats['contract']}"
+    )
+    table.add_row("rows pruned", f"{pruned} of {report.rows[1] - report.rows[0]}")
+    table.add_row("prune rate", f"{stats['prune_rate']:.4f}")
+    table.add_row("columns", str(stats["columns"]))
+    for reason, rows in stats["fallback"].items():
+        table.add_row(f"fallback {reason}", f"{len(rows)} rows")
+    table.add_row("workspace", f"{stats['workspace_bytes']} bytes")
+    table.add_row("sha256", report.result_sha256)
+    table.add_row("written", str(report.out))
+    table.add_row("seconds", f"{report.time_s:.2f}")
+    _print(table)
+
+
+def print_check(report: CheckReport) -> None:
+    """Show the verdict, with evidence if it is not exact."""
+    _print(
+        f"{report.outcome.value}: {report.rows_checked} rows ({report.rows[0]}:{report.rows[1]}, topk {report.topk}) "
+        f"of {report.result} against the contract sm90, {report.time_s:.1f} s"
+    )
+    if report.outcome is not Outcome.EXACT:
+        _print(f"row {report.row}")
+        for name, value in report.evidence.items():
+            _print(f"  {name}: {value}")
+        _print(f"reproduce: dosa check {report.trace} {report.result}")
+
+
+def print_environment(record: Mapping[str, object]) -> None:
+    """Show the environment as a table."""
+    table = Table(show_header=False)
+    for name, value in record.items():
+        if isinstance(value, dict):
+            for inner, text in value.items():
+                table.add_row(f"{name}.{inner}", str(text))
+        else:
+            table.add_row(name, str(value))
+    _print(table)
+
+
+def print_verify(report: VerifyReport, file: Path) -> None:
+    """Show the main job's table and where its record lies."""
+    table = Table("part", "what was done", "outcome", "seconds")
+    for part in report.parts:
+        table.add_row(part.name, part.did, part.outcome, f"{part.time_s:.1f}")
+    _print(table)
+    for part in report.parts:
+        for line in part.failures:
+            _print(f"{part.name}: {line}")
+    _print(f"{report.outcome} on {report.device.value} in {report.time_s:.0f} s; full record in {file}")
