@@ -1,1 +1,1 @@
-"""Triton kernels for DoSA's prefill selection. Importing this package needs neither a GPU nor Triton; see ``dosa_gpu.api``."""
+"""Triton kernels for DoSA's prefill selection: see ``dosa_gpu.api``. Importing this needs neither a GPU nor Triton."""

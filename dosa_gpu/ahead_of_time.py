@@ -1,7 +1,8 @@
 """Compile every scoring kernel for sm_90 without a GPU and look at the machine code.
 
-``python -m dosa_gpu.ahead_of_time`` prints one JSON object per kernel variant (name, Triton version, instruction counts, faults)
-and exits 1 if there is any fault. It needs a process of its own: in the interpreter's process kernels cannot be compiled.
+``python -m dosa_gpu.ahead_of_time`` prints one JSON object per kernel variant (name, Triton version, instruction
+counts, faults) and exits 1 if there is any fault. It needs a process of its own: in the interpreter's process kernels
+cannot be compiled.
 """
 
 from __future__ import annotations
@@ -58,10 +59,14 @@ def compile_kernel(kernel: Any, constants: dict[str, Any], options: dict[str, An
         if name in constants:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
-            signature[name] = _POINTERS.get(name, "*i32" if name == "out_ptr" and constants.get("BITS", True) else "*fp32")
+            signature[name] = _POINTERS.get(
+                name, "*i32" if name == "out_ptr" and constants.get("BITS", True) else "*fp32"
+            )
         else:
             signature[name] = "i32"
-    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name.endswith("_ptr")}
+    aligned = {
+        (place,): [["tt.divisibility", 16]] for place, name in enumerate(kernel.arg_names) if name.endswith("_ptr")
+    }
     source = triton.compiler.ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
     return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
 
@@ -76,15 +81,19 @@ def report() -> Iterator[dict[str, Any]]:
         yield {
             "kernel": name,
             "triton": triton.__version__,
-            "counts": {word: len(re.findall(rf"\b{word}\b", text)) for word in ("QGMMA", "HMMA", "FADD", "FMUL", "FFMA")},
+            "counts": {
+                word: len(re.findall(rf"\b{word}\b", text)) for word in ("QGMMA", "HMMA", "FADD", "FMUL", "FFMA")
+            },
             "faults": ptx_faults(compiled.asm["ptx"]) + sass_faults(text),
         }
 
 
 def main() -> int:
+    """Print the records; 1 if there is any fault."""
     faulty = False
     for record in report():
-        print(json.dumps(record), flush=True)
+        sys.stdout.write(json.dumps(record) + "\n")
+        sys.stdout.flush()
         faulty = faulty or bool(record["faults"])
     return 1 if faulty else 0
 

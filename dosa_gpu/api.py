@@ -136,7 +136,8 @@ def select_prefill(
 ) -> Selection:
     """Per row the ``topk`` best visible keys by (score descending, key ascending), in ascending key order.
 
-    ``score(i) = k_scale_i * sum_h w_h * relu(q_h . k_i)`` in the arithmetic of the contract ``sm90``, for ``i`` in ``[ks, ke)``.
+    ``score(i) = k_scale_i * sum_h w_h * relu(q_h . k_i)`` in the arithmetic of the contract ``sm90``, for ``i`` in
+    ``[ks, ke)``.
 
     Args:
         q: ``[rows, num_heads, 128]`` float8_e4m3fn; fewer than 64 heads are padded to 32 or 64 with zero weights.
@@ -149,7 +150,8 @@ def select_prefill(
         mode: savings of the ``DOSA`` path.
         columns: dot columns per row in the bound pass (8, 16 or 32), or None for the default.
         workspace_bytes: limit on the buffers of one block of rows.
-        survivor_capacity: entries of a row's survivor buffer per key chunk; a row that needs more is rescanned, never cut.
+        survivor_capacity: entries of a row's survivor buffer per key chunk; a row that needs more is rescanned, never
+            cut.
         hint_indices: key columns likely to win (such as the winners of the preceding query), for the first rows' seeds.
         on_progress: called with (rows done, rows) after each block.
 
@@ -158,11 +160,12 @@ def select_prefill(
 
     Raises:
         InvalidProblem: an argument is outside the contract; the message names it.
-        UnsupportedConfiguration: ``topk`` above 2048, more than 64 heads, or compiled code other than the proved instructions.
+        UnsupportedConfiguration: ``topk`` above 2048, more than 64 heads, or compiled code other than the proved
+            instructions.
         UnprovedBound: the pruned path was asked for, and a lemma is not proved for this code or this device.
 
-    Exactness: model of hardware, contract ``sm90``; every index and score bit. On a device that no contract describes only
-        ``DENSE`` runs, and ``stats.contract`` says ``unverified``.
+    Exactness: model of hardware, contract ``sm90``; every index and score bit. On a device that no contract describes
+        only ``DENSE`` runs, and ``stats.contract`` says ``unverified``.
     Special values: a NaN score is never selected; -0.0 ties with +0.0; -Inf is selectable; see DOSA section 4.
     """
     import torch
@@ -172,7 +175,9 @@ def select_prefill(
     if topk > GPU_MAX_TOPK:
         raise UnsupportedConfiguration(f"topk: got {topk}, the GPU path serves at most {GPU_MAX_TOPK}")
     if heads > max(SM90_NUM_HEADS):
-        raise UnsupportedConfiguration(f"num_heads: got {heads}, the contract sm90 is defined for at most {max(SM90_NUM_HEADS)}")
+        raise UnsupportedConfiguration(
+            f"num_heads: got {heads}, the contract sm90 is defined for at most {max(SM90_NUM_HEADS)}"
+        )
     if k.shape[0] >= 2**31 - 2**17:
         raise UnsupportedConfiguration(f"k: {k.shape[0]} keys, key columns are int32")
     if hint_indices is not None:
@@ -210,7 +215,11 @@ def select_prefill(
     fallback: dict[Fallback, list[int]] = {}
     if rows and topk and k.shape[0]:
         # Zero heads with zero weights add +0 to every chain: the contract's own padding.
-        q8 = torch.nn.functional.pad(q.view(torch.uint8), (0, 0, 0, padded - heads)) if padded != heads else q.view(torch.uint8)
+        q8 = (
+            torch.nn.functional.pad(q.view(torch.uint8), (0, 0, 0, padded - heads))
+            if padded != heads
+            else q.view(torch.uint8)
+        )
         w = torch.nn.functional.pad(weights, (0, padded - heads)) if padded != heads else weights
         batch = pipeline.Rows(
             q=q8.contiguous().view(torch.float8_e4m3fn),
@@ -220,7 +229,15 @@ def select_prefill(
         )
         keys = pipeline.key_side(k.view(torch.uint8).contiguous().view(torch.float8_e4m3fn), k_scale.contiguous())
         index, scores, report = pipeline.run(
-            batch, keys, topk, mode if taken is Path.DOSA else None, plan, hint_indices, workspace, on_progress
+            batch,
+            keys,
+            topk,
+            mode if taken is Path.DOSA else None,
+            plan,
+            hint_indices,
+            workspace,
+            may_give_up=path is Path.AUTO,
+            on_progress=on_progress,
         )
         survivors, rescored, row_pruned, fallback = report.survivors, report.rescored, report.pruned, report.fallback
     seen = visible.cpu()

@@ -1,7 +1,7 @@
-"""Who may prune: the ledger must prove every lemma for this code's constants, and the device must compute the proved arithmetic.
+"""Who may prune: every lemma proved for this code's constants, and a device that computes the proved arithmetic.
 
-The ledger and the files that it speaks of are read as package data; ``proofs`` itself is not imported, so the gate works
-without any solver installed.
+The ledger and the files that it speaks of are read as package data; ``proofs`` itself is not imported, so the gate
+works without any solver installed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ LEDGER_SCHEMA = "dosa.ledger/1"
 _RAMP = [448.0, 128.0, -2.0] + [0.0] * 29 + [2.0] * 32 + [0.0] * 64
 _RAMP_KEY = [256.0, 128.0, 4.0] + [0.0] * 29 + [4.0] * 32 + [0.0] * 64
 WITNESSES: tuple[tuple[list[float], list[float], float], ...] = (
-    # Exact 131320: the grid is 16 when the 32 products of 8 arrive, so each is cut; they arrive below 2^17 and survive as 8s.
+    # Exact 131320: the grid is 16 when the 32 products of 8 arrive, so each is cut; they arrive below 2^17 and survive
+    # as 8s.
     (_RAMP, _RAMP_KEY, 131312.0),
     # Exact 131328: without the product of -8 the accumulator stands at 2^17 and every product of 8 is cut away.
     (_RAMP, [256.0, 128.0, 0.0, *_RAMP_KEY[3:]], 131072.0),

@@ -1,8 +1,8 @@
 """What the compiler made of a scoring kernel: FP8 tensor-core chains only, or no result.
 
 A Triton dot whose tile does not fit wgmma silently becomes f16 ``mma.sync`` with other bits (NUMERICS of this project:
-98 % of the results differ). Every scoring kernel is therefore checked after compilation: the PTX at run time, the machine
-code (SASS) in the ahead-of-time test.
+98 % of the results differ). Every scoring kernel is therefore checked after compilation: the PTX at run time, the
+machine code (SASS) in the ahead-of-time test.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _ROUNDING = re.compile(r"\b(add|sub|mul|fma|mad)\.(r[nzmp]\.)?(ftz\.)?f32\b")
 def ptx_faults(ptx: str) -> list[str]:
     """What is wrong with the PTX of a scoring kernel; empty if nothing.
 
-    Right means: FP8 dots are ``wgmma ... k32 ... e4m3.e4m3`` in whole chains of four, no ``mma.sync`` stands beside them,
-    and no float32 addition or product lies inside a chain.
+    Right means: FP8 dots are ``wgmma ... k32 ... e4m3.e4m3`` in whole chains of four, no ``mma.sync`` stands beside
+    them, and no float32 addition or product lies inside a chain.
 
     Args:
         ptx: the text that the compiler produced.
@@ -60,7 +60,9 @@ def require_tensor_core_chain(compiled: object) -> None:
         return
     faults = ptx_faults(asm["ptx"])
     if faults:
-        raise UnsupportedConfiguration(f"compiled scoring kernel: {'; '.join(faults)}; its scores would have other bits")
+        raise UnsupportedConfiguration(
+            f"compiled scoring kernel: {'; '.join(faults)}; its scores would have other bits"
+        )
     compiled.dosa_checked = True  # type: ignore[attr-defined]
 
 
@@ -82,9 +84,9 @@ def sass(cubin: bytes) -> str:
 def sass_faults(text: str) -> list[str]:
     """What is wrong with the machine code of a scoring kernel; empty if nothing.
 
-    Right means: ``QGMMA ... E4M3.E4M3`` in chains of four, whose first starts without an accumulator and whose others take
-    the registers that the one before wrote; no ``HMMA``, ``QMMA`` or FP8 unpacking; no ``FADD``, ``FMUL`` or ``FFMA`` between the
-    first and the last of a chain that touches the accumulator.
+    Right means: ``QGMMA ... E4M3.E4M3`` in chains of four, whose first starts without an accumulator and whose others
+    take the registers that the one before wrote; no ``HMMA``, ``QMMA`` or FP8 unpacking; no ``FADD``, ``FMUL`` or
+    ``FFMA`` between the first and the last of a chain that touches the accumulator.
 
     Args:
         text: output of ``sass``.
@@ -96,9 +98,8 @@ def sass_faults(text: str) -> list[str]:
         faults.append("no QGMMA")
     if len(chain) % STEPS_PER_DOT:
         faults.append(f"{len(chain)} QGMMA, not a multiple of {STEPS_PER_DOT}")
-    for _, line in chain:
-        if "E4M3.E4M3" not in line or ".F32" not in line:
-            faults.append(f"QGMMA of another format: {line.strip()}")
+    others = [line.strip() for _, line in chain if "E4M3.E4M3" not in line or ".F32" not in line]
+    faults += [f"QGMMA of another format: {line}" for line in others]
     for word in ("HMMA", "QMMA", "IMMA", "F2FP.F16.E4M3"):
         if re.search(rf"\b{re.escape(word)}", text):
             faults.append(f"{word} present")

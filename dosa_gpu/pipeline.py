@@ -1,8 +1,9 @@
 """The stages of the prefill path, in order, for one call.
 
-Rows go through in blocks, keys in ascending chunks. For each block: seeds and ``tau``, query preparation, then per chunk the
-bound pass (or a dense filter), compaction, rescoring, emit, and a merge into the running exact top-K. Rows that the bound
-cannot serve are scored densely. ``tau`` may rise between chunks: the running K-th score is a K-th score of genuine keys too.
+Rows go through in blocks, keys in ascending chunks. For each block: seeds and ``tau``, query preparation, then per
+chunk the bound pass (or a dense filter), compaction, rescoring, emit, and a merge into the running exact top-K. Rows
+that the bound cannot serve are scored densely. ``tau`` may rise between chunks: the running K-th score is a K-th score
+of genuine keys too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ NEIGHBOUR_ROWS = 8
 """Winners of this many preceding rows vote for the seeds of the next block."""
 ACTIVITY_SAMPLE = 64
 """Seeds per row on which the heads' activity is measured."""
+GIVE_UP_ABOVE = 0.5
+"""On the automatic path, share of rescored pairs above which the following rows are scored densely."""
 RESCAN_ELEMENTS = 2**20
 """Logits that a rescan of overflowing rows holds at once."""
 
@@ -36,7 +39,7 @@ _NO_KEY = torch.iinfo(torch.int32).max
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Keys:
-    """The key side: ``k`` float8 ``[num_keys, 128]``, ``k_scale`` float32, and what the bound pass reads of each key."""
+    """The key side: ``k`` float8 ``[num_keys, 128]``, ``k_scale`` float32, and the bound pass's norm and scale."""
 
     k: torch.Tensor
     k_scale: torch.Tensor
@@ -46,7 +49,7 @@ class Keys:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """A block of rows: ``q`` float8 ``[rows, H, 128]``, ``weights`` float32 ``[rows, H]``, ``ks`` and ``ke`` int32, all contiguous."""
+    """A block of rows, contiguous: ``q`` float8 ``[rows, H, 128]``, ``weights`` ``[rows, H]``, windows int32."""
 
     q: torch.Tensor
     weights: torch.Tensor
@@ -90,7 +93,9 @@ class RunningTopK:
         self.now, self._next = sides
         self.now[2].zero_()
 
-    def merge(self, index: torch.Tensor | None, score: torch.Tensor, start: torch.Tensor, end: torch.Tensor, base: int) -> None:
+    def merge(
+        self, index: torch.Tensor | None, score: torch.Tensor, start: torch.Tensor, end: torch.Tensor, base: int
+    ) -> None:
         """Take in the places ``start .. end`` of a list, or of logits whose place 0 is key ``base``."""
         launch_topk(*self.now, index, score, start, end, base, self._next)
         self.now, self._next = self._next, self.now
@@ -110,8 +115,10 @@ def key_side(k: torch.Tensor, k_scale: torch.Tensor) -> Keys:
     return Keys(k=k, k_scale=k_scale, norm=norm, scale=scale)
 
 
-def choose_seeds(ks: torch.Tensor, ke: torch.Tensor, budget: int, hints: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distinct visible keys per row, ascending: neighbours' winners and the newest keys, or newest keys and a stride sample.
+def choose_seeds(
+    ks: torch.Tensor, ke: torch.Tensor, budget: int, hints: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Distinct visible keys per row, ascending: neighbours' winners and new keys, or new keys and a stride sample.
 
     Args:
         ks, ke: ``[rows]`` int32.
@@ -119,8 +126,8 @@ def choose_seeds(ks: torch.Tensor, ke: torch.Tensor, budget: int, hints: torch.T
         hints: distinct key columns, best first, or None.
 
     Returns:
-        ``[rows, budget]`` int32 and the count of seeds per row int32; a row whose window is no longer than the budget gets all
-        its keys. Exactness: heuristic; the choice changes speed only.
+        ``[rows, budget]`` int32 and the count of seeds per row int32; a row whose window is no longer than the budget
+        gets all its keys. Exactness: heuristic; the choice changes speed only.
     """
     start = ks.long().unsqueeze(1)
     length = (ke.long().unsqueeze(1) - start).clamp(min=0)
@@ -167,7 +174,7 @@ def dense_rows(rows: Rows, keys: Keys, topk: int, chunk: int, workspace: Workspa
 
 
 def _rescan(rows: Rows, keys: Keys, running: RunningTopK, places: torch.Tensor, low: int, high: int) -> None:
-    """Score ``[low, high)`` densely for the rows at ``places`` and merge it into their running top-K, a few rows at a time."""
+    """Score ``[low, high)`` densely for the rows at ``places``, a few at a time, into their running top-K."""
     topk = running.now[0].shape[1]
     group = max(1, min(64, len(places)))
     width = min(high - low, max(64, RESCAN_ELEMENTS // group))
@@ -184,7 +191,7 @@ def _rescan(rows: Rows, keys: Keys, running: RunningTopK, places: torch.Tensor, 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Pruned:
-    """Outcome of ``pruned_rows``: the top-K, which rows must be recomputed densely and why, and the work done per row."""
+    """Outcome of ``pruned_rows``: the top-K, which rows must be recomputed and why, the work done per row."""
 
     running: RunningTopK
     failed: dict[Fallback, torch.Tensor]
@@ -293,7 +300,9 @@ def _tile_columns(
     rows, num_columns, _ = columns.shape
     queries = queries_per_tile(num_columns)
     tiles = -(-rows // queries)
-    order = torch.tensor([query * num_columns + column for query, column in column_order(num_columns)], device=columns.device)
+    order = torch.tensor(
+        [query * num_columns + column for query, column in column_order(num_columns)], device=columns.device
+    )
     place = (torch.arange(tiles, device=columns.device)[:, None] * (queries * num_columns) + order).flatten()
     inside = place < rows * num_columns
     place = torch.where(inside, place, 0)
@@ -321,12 +330,17 @@ def run(
     plan: PrefillPlan,
     hints: torch.Tensor | None,
     workspace: Workspace,
+    *,
+    may_give_up: bool,
     on_progress: Callable[[int, int], None] | None,
 ) -> tuple[torch.Tensor, torch.Tensor, RowReport]:
     """Select for all rows; ``mode`` None is the dense path.
 
+    With ``may_give_up`` the rest of the call goes densely once a block had most of its pairs rescored.
+
     Returns:
-        ``topk_indices`` int32 and ``scores`` float32 ``[rows, topk]`` in ascending key order with -1 and -Inf tails, and the report.
+        ``topk_indices`` int32 and ``scores`` float32 ``[rows, topk]`` in ascending key order with -1 and -Inf tails,
+        and the report.
     """
     total = len(rows)
     device = rows.q.device
@@ -370,12 +384,16 @@ def run(
             report.rescored[kept] = torch.minimum(result.rescored, visible[candidates].long())[~bad].cpu()
             report.survivors[kept] = result.survivors[~bad].cpu()
             report.pruned[kept] = mode in (Mode.PRUNE, Mode.BOTH)
+            slack = report.rescored[candidates.cpu()].sum() > GIVE_UP_ABOVE * visible[candidates].sum().item()
+            if may_give_up and mode in (Mode.PRUNE, Mode.BOTH) and slack:
+                sparse = False
+                report.note(Fallback.SLACK_BOUND, torch.arange(int(block[-1]) + 1, total))
             dense = torch.cat([dense, candidates[bad]])
         if len(dense):
             workspace.reset()
             running = dense_rows(rows.pick(dense), keys, topk, plan.key_chunk, workspace)
             finish(dense, running, torch.ones(len(dense), dtype=torch.bool, device=device))
-        if sparse:
+        if sparse and len(candidates):
             counted = (out_index[block] != PAD_INDEX).sum(1)
             hints = vote(out_index[block], counted, plan.seed_budget) if counted.any() else hints
         done += len(block)

@@ -20,6 +20,9 @@ FIRST_CHUNKS = 6
 MIN_KEY_CHUNK = 2048
 MIN_CAPACITY = 8192
 
+FIXED_BYTES = 8 * 2**20
+"""What a rescan of overflowing rows and the small per-call tensors take."""
+
 DENSE_BELOW = 8
 """On the automatic path rows with fewer than this many times ``topk`` visible keys are scored densely."""
 
@@ -31,8 +34,8 @@ INTERPRETER_TILE_KEYS = 1024
 def tile_keys(device_type: str, span: int) -> int:
     """Keys per tile of a kernel: one wgmma row block on a GPU, more under the interpreter.
 
-    The tile's height does not change the bits of a dot. The interpreter pays per operation, not per element, so long spans
-    take tall tiles there; short ones keep the GPU's tile, so that its edges are tried on a CPU too.
+    The tile's height does not change the bits of a dot. The interpreter pays per operation, not per element, so long
+    spans take tall tiles there; short ones keep the GPU's tile, so that its edges are tried on a CPU too.
     """
     if device_type != "cpu":
         return GPU_TILE_KEYS
@@ -71,14 +74,16 @@ class PrefillPlan:
     workspace_bytes: int
 
 
-def bytes_per_row(*, num_heads: int, topk: int, columns: int, key_chunk: int, capacity: int, mode: Mode | None) -> int:
+def bytes_per_row(
+    *, num_heads: int, topk: int, columns: int, key_chunk: int, capacity: int, seed_budget: int, mode: Mode | None
+) -> int:
     """Upper limit of the buffers that one row needs; ``mode`` None is the dense path."""
     running = 2 * (8 * topk + 4)
     inputs = num_heads * (128 + 4) + 64
     if mode is None or mode is Mode.BASE:
         return running + inputs + 4 * key_chunk
-    # Lists: survivors and emitted keys with scores; the seed list is sorted once (int64 places of torch.sort).
-    lists = capacity * (8 + 8 + 24)
+    # Survivors and emitted keys with scores; the seed list with the int64 temporaries of its sort.
+    lists = capacity * (8 + 8) + seed_budget * 72
     bits = key_chunk // 8
     # Query preparation in float64: heads, residuals, prefixes, weighted residuals, their Gram matrix, the projection.
     preparation = 8 * (6 * num_heads * 128 + 3 * num_heads * num_heads + 6 * num_heads * columns + 4 * columns * 128)
@@ -119,21 +124,29 @@ def plan_prefill(
         columns = DEFAULT_COLUMNS[num_heads]
     if columns not in SUPPORTED_COLUMNS:
         raise UnsupportedConfiguration(f"columns: got {columns}, the bound kernel has tiles for {SUPPORTED_COLUMNS}")
-    seed_budget = min(max(num_keys // 16, topk + topk // 4), 6 * topk)
+    seed_budget = min(max(num_keys // 16, topk + topk // 2 + 1), 6 * topk)
     key_chunk = max(64, min(KEY_CHUNK, -(-num_keys // 64) * 64))
     while True:
-        capacity = max(seed_budget, survivor_capacity or min(key_chunk, max(MIN_CAPACITY, key_chunk // 8)))
+        capacity = survivor_capacity or min(key_chunk, max(MIN_CAPACITY, 8 * topk, key_chunk // 8))
         row = bytes_per_row(
-            num_heads=num_heads, topk=topk, columns=columns, key_chunk=key_chunk, capacity=capacity, mode=mode
+            num_heads=num_heads,
+            topk=topk,
+            columns=columns,
+            key_chunk=key_chunk,
+            capacity=capacity,
+            seed_budget=seed_budget,
+            mode=mode,
         )
-        # Per key of a chunk: norm and scale. Kernels and torch round allocations up; leave a sixteenth for that.
-        fixed = 8 * num_keys + 2**20
+        # Norm and scale of every key, and a rescan. Allocations are rounded up; a sixteenth is for that.
+        fixed = 8 * num_keys + FIXED_BYTES
         rows = (workspace_bytes - workspace_bytes // 16 - fixed) // row
         if rows >= 1:
             break
         if key_chunk <= MIN_KEY_CHUNK:
             need = (row + fixed) * 16 // 15 + 1
-            raise UnsupportedConfiguration(f"workspace_bytes: got {workspace_bytes}, this problem needs at least {need}")
+            raise UnsupportedConfiguration(
+                f"workspace_bytes: got {workspace_bytes}, this problem needs at least {need}"
+            )
         key_chunk = max(MIN_KEY_CHUNK, key_chunk // 2)
     return PrefillPlan(
         columns=columns,

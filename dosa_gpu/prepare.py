@@ -1,7 +1,7 @@
 """Query-side preparation of the bound: columns, coefficients, ``rho`` and the guard, rounded outward.
 
-Batched over rows in float64 (torch); ``docs/bound.md`` has the mathematics, term by term. What is chosen here (which heads
-to keep, the projection, the aggregate) decides how much is pruned, never whether the bound holds.
+Batched over rows in float64 (torch); ``docs/bound.md`` has the mathematics, term by term. What is chosen here (which
+heads to keep, the projection, the aggregate) decides how much is pruned, never whether the bound holds.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def round_up(value: torch.Tensor) -> torch.Tensor:
 
 
 def _to_fp8(vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``v = 2**-m y + e``: y (float8), its value (float64), ``2**-m`` (float64) and ``||e||``, for ``[rows, 128]`` float64."""
+    """``v = 2**-m y + e`` for ``[rows, 128]`` float64: y (float8), its value, ``2**-m`` and ``||e||`` (float64)."""
     mantissa, exponent = torch.frexp(vector.abs().amax(-1))
     # 448 = 0.875 * 2^9: the largest element may just reach it.
     power = torch.where(mantissa <= 0.875, 9 - exponent, 8 - exponent).clamp(-MAX_EXPONENT, MAX_EXPONENT)
@@ -117,8 +117,9 @@ def _to_fp8(vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 def prepare_rows(q: torch.Tensor, weights: torch.Tensor, activity: torch.Tensor, num_columns: int) -> RowConstants:
     """Choose and round the bound of each row.
 
-    Slots ``0 .. M-3`` hold retained heads (positive heads by ``w ||q||``, then negative ones by ``|w| ||q|| activity``); slot ``M-2`` one
-    more head, or the linear column if a positive head is left out; slot ``M-1`` the aggregate.
+    Slots ``0 .. M-3`` hold retained heads (positive heads by ``w ||q||``, then negative ones by ``|w| ||q||
+    activity``); slot ``M-2`` one more head, or the linear column if a positive head is left out; slot ``M-1`` the
+    aggregate.
 
     Args:
         q: ``[rows, H, 128]`` float8_e4m3fn.
@@ -179,11 +180,14 @@ def prepare_rows(q: torch.Tensor, weights: torch.Tensor, activity: torch.Tensor,
     slot_error = torch.where(used, error.gather(1, head), 0.0)
     slot_magnitude = torch.where(used, magnitude.gather(1, head), 0.0)
     column_magnitude = torch.cat([slot_magnitude, synthetic_magnitude[:, 1:]], dim=1)
-    column_magnitude[:, slots - 1] = torch.where(needs_linear, synthetic_magnitude[:, 0], column_magnitude[:, slots - 1])
+    column_magnitude[:, slots - 1] = torch.where(
+        needs_linear, synthetic_magnitude[:, 0], column_magnitude[:, slots - 1]
+    )
     column_sum = (rounded.double().abs() * column_magnitude).sum(-1)
     head_sum = (w.abs() * magnitude).sum(-1)
 
-    # Without an omitted head the linear column is not there, and its terms are zero: the residual sum is the zero vector.
+    # Without an omitted head the linear column is not there, and its terms are zero: the residual sum is the zero
+    # vector.
     terms = (
         rho
         + (share * error).sum(-1)

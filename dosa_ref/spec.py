@@ -137,6 +137,8 @@ class Fallback(enum.Enum):
     """Fewer than ``topk`` distinct seeds with a score that is not NaN."""
     SURVIVOR_OVERFLOW = "survivor_overflow"
     """More survivors or emitted keys than the buffer holds: the key chunk was rescanned for this row."""
+    SLACK_BOUND = "slack_bound"
+    """Automatic path only: the rows before this one had most of their keys rescored, so this one was scored densely."""
     THRESHOLD_NOT_MET = "threshold_not_met"
     """The final K-th score is below ``tau``: an internal fault, the row was recomputed from all keys."""
 

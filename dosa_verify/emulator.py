@@ -1,9 +1,9 @@
 """One arithmetic on two machines: Triton's interpreter with the tensor cores of the contract ``sm90``.
 
-Triton's CPU interpreter multiplies FP8 tiles in float32; wgmma does not. ``install`` replaces exactly that operation by the
-accumulation model of ``dosa_ref.tensorcore``, and FP8 encoding by a correct one, so that the same kernel source gives on a CPU
-the bits that it gives on an H200. The emulator always models wgmma: kernels that would compile to other instructions, and
-races, show only in compiled code or on a GPU.
+Triton's CPU interpreter multiplies FP8 tiles in float32; wgmma does not. ``install`` replaces exactly that operation by
+the accumulation model of ``dosa_ref.tensorcore``, and FP8 encoding by a correct one, so that the same kernel source
+gives on a CPU the bits that it gives on an H200. The emulator always models wgmma: kernels that would compile to other
+instructions, and races, show only in compiled code or on a GPU.
 """
 
 from __future__ import annotations
@@ -59,10 +59,14 @@ def install() -> None:
         raise BackendUnavailable("the emulator needs triton >= 3.9; it is not installed")
     bound = [name for name in sys.modules if name.startswith(_KERNELS + ".")]
     if os.environ.get("TRITON_INTERPRET") != "1" and bound:
-        raise UnsupportedConfiguration("kernels are already bound to the compiler; use another process for the emulator")
+        raise UnsupportedConfiguration(
+            "kernels are already bound to the compiler; use another process for the emulator"
+        )
     os.environ["TRITON_INTERPRET"] = "1"
     if _triton_version() < MIN_TRITON:
-        raise BackendUnavailable(f"the emulator needs triton >= 3.9, found {importlib.import_module('triton').__version__}")
+        raise BackendUnavailable(
+            f"the emulator needs triton >= 3.9, found {importlib.import_module('triton').__version__}"
+        )
     interpreter = importlib.import_module("triton.runtime.interpreter")
     builder = interpreter.InterpreterBuilder
     if getattr(builder.create_dot, "models_wgmma", False):
@@ -71,11 +75,14 @@ def install() -> None:
     plain_cast = _demand_form(builder, "create_fp_to_fp", _CAST_SIGNATURE)
     handle_type = interpreter.TensorHandle
 
-    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:  # noqa: ARG001
         if not (_is_e4m3(a) and _is_e4m3(b)):
             raise UnsupportedConfiguration(f"the emulator models E4M3 dots only, got {a.dtype} x {b.dtype}")
         product = tensorcore.dots(
-            np.ascontiguousarray(a.data), np.ascontiguousarray(b.data.T), tensorcore.WGMMA_E4M3, d.data if d.data.any() else None
+            np.ascontiguousarray(a.data),
+            np.ascontiguousarray(b.data.T),
+            tensorcore.WGMMA_E4M3,
+            d.data if d.data.any() else None,
         )
         return handle_type(product, d.dtype.scalar)
 

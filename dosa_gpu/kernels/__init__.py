@@ -1,1 +1,1 @@
-"""One kernel and its launcher per file, named after the stage. Importing a kernel binds it to the compiler or the interpreter."""
+"""One kernel and its launcher per file, named after the stage; importing one binds it to compiler or interpreter."""

@@ -1,7 +1,7 @@
 """Bound pass: one "may be in the top K" bit for every visible (row, key) pair of a key chunk.
 
-``U = k_scale * (sum_j c_j psi_j + slack * norm)`` with ``psi_j = max(dot_j, floor_j)`` (floor 0 for a relu column, -Inf for a
-linear one). The key is skipped only if ``U < tau`` holds; a NaN ``U`` keeps it. See ``docs/bound.md``.
+``U = k_scale * (sum_j c_j psi_j + slack * norm)`` with ``psi_j = max(dot_j, floor_j)`` (floor 0 for a relu column, -Inf
+for a linear one). The key is skipped only if ``U < tau`` holds; a NaN ``U`` keeps it. See ``docs/bound.md``.
 """
 
 import triton
@@ -64,6 +64,7 @@ def column_order(columns: int) -> list[tuple[int, int]]:
         for lane in range(LANES)
         for parity in range(2)
     ]
+
 
 OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
 """Compiler options: fp fusion off, since the contract says which products are fused."""
@@ -144,8 +145,8 @@ def launch_bound(
         k: ``[num_keys, 128]`` float8_e4m3fn.
         norm, scale: ``[num_keys]`` float32, from ``launch_key_norms``.
         ks, ke: ``[rows]`` int32.
-        out: ``[rows, >= ceil(chunk / 32)]`` int32; bit ``i % 32`` of word ``i // 32`` is key ``chunk_start + i``. Inside a
-            row's window every word is written, with 0 for keys outside the window.
+        out: ``[rows, >= ceil(chunk / 32)]`` int32; bit ``i % 32`` of word ``i // 32`` is key ``chunk_start + i``.
+            Inside a row's window every word is written, with 0 for keys outside the window.
         columns: columns per row; 8, 16 or 32.
         chunk_start, chunk_end: the chunk, in key columns.
 

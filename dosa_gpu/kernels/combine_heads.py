@@ -1,12 +1,14 @@
 """The head combination of the contract ``sm90``, as a device function for the two scoring kernels.
 
-Head ``h = 8j + 2c + b`` (``c`` in 0..3, ``b`` in 0..1, ``J = H / 8``), ``r = max(dot, 0)``, all float32, round to nearest even::
+Head ``h = 8j + 2c + b`` (``c`` in 0..3, ``b`` in 0..1, ``J = H / 8``), ``r = max(dot, 0)``, all float32, round to
+nearest even::
 
     s(c, b) = round(r_{j=1} w_{j=1}); s = fma(r_{j=0}, w_{j=0}, s); s = fma(r_j, w_j, s) for j = 2 .. J - 1
     v(c)    = round(round(s(c, 0) + s(c, 1)) * k_scale)
     score   = round(round(v(0) + v(1)) + round(v(2) + v(3)))
 
-The kernels that call it must be compiled with ``enable_fp_fusion=False``: the one product that stands alone must be rounded.
+The kernels that call it must be compiled with ``enable_fp_fusion=False``: the one product that stands alone must be
+rounded.
 """
 
 import triton
@@ -15,7 +17,7 @@ import triton.language as tl
 
 @triton.jit
 def _quarters(x):
-    """Four tensors along the last two axes, both of length 2: element ``2 * last + second_last`` comes at that place."""
+    """Four tensors along the last two axes, both of length 2; element ``2 * last + second_last`` has that place."""
     low, high = tl.split(x)
     x0, x1 = tl.split(low)
     x2, x3 = tl.split(high)
@@ -29,7 +31,7 @@ def _accumulate(relu, weight, total):
 
 @triton.jit
 def combine_heads(dot, weight, k_scale, KEYS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr):
-    """Scores ``[KEYS, QUERIES]`` from dots ``[KEYS, QUERIES * HEADS]``, weights ``[QUERIES * HEADS]`` and scales ``[KEYS]``.
+    """Scores ``[KEYS, QUERIES]`` from dots ``[KEYS, QUERIES * HEADS]``, weights and scales.
 
     A NaN dot counts 0 (``max(NaN, 0) = 0``); NaN and Inf in weights and scales go through the arithmetic.
     """

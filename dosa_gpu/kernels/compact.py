@@ -39,10 +39,12 @@ def launch_compact(words, ks, ke, index, count, chunk_start: int, chunk_end: int
     """List the keys whose bit is set, ascending.
 
     Args:
-        words: ``[rows, >= ceil(chunk / 32)]`` int32 from ``launch_bound`` or ``launch_score``; read inside each row's window only.
+        words: ``[rows, >= ceil(chunk / 32)]`` int32 from ``launch_bound`` or ``launch_score``; read inside each row's
+            window only.
         ks, ke: ``[rows]`` int32.
         index: ``[rows, capacity]`` int32, written.
-        count: ``[rows]`` int32, written: how many bits are set, also beyond ``capacity`` (the caller repairs such a row).
+        count: ``[rows]`` int32, written: how many bits are set, also beyond ``capacity`` (the caller repairs such a
+            row).
         chunk_start, chunk_end: the chunk, in key columns.
 
     Exactness: exact.

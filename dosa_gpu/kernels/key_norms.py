@@ -24,10 +24,12 @@ def _key_norms_kernel(
     inside = keys < num_keys
     safe_keys = tl.minimum(keys, num_keys - 1)
     code = tl.load(code_ptr + safe_keys.to(tl.int64)[:, None] * 128 + tl.arange(0, 128)[None, :]).to(tl.int32) & 0x7F
-    # float32 bits of the magnitude: exponent bias 7 -> 127, three mantissa bits to the top; subnormals are raised to 2^-6.
+    # float32 bits of the magnitude: exponent bias 7 -> 127, three mantissa bits to the top; subnormals are raised to
+    # 2^-6.
     bits = tl.where(code == 0, 0, tl.where(code < 8, (127 - 6) << 23, (code << 20) + ((127 - 7) << 23)))
     magnitude = bits.to(tl.float32, bitcast=True)
-    # 128 squares: at most 128 float32 roundings, then one square root; OUTWARD covers them (the sum is never subnormal).
+    # 128 squares: at most 128 float32 roundings, then one square root; OUTWARD covers them (the sum is never
+    # subnormal).
     norm = tl.sqrt_rn(tl.sum(magnitude * magnitude, axis=1)) * OUTWARD
     k_scale = tl.load(k_scale_ptr + safe_keys)
     has_nan = tl.max((code == 0x7F).to(tl.int32), axis=1) == 1
@@ -39,8 +41,8 @@ def _key_norms_kernel(
 def launch_key_norms(k, k_scale, norm, scale) -> None:
     """Write ``norm >= ||k~||`` and the scale of each key; +Inf and 1 for a key that must always survive.
 
-    ``k~`` has each non-zero magnitude raised to at least 2^-6. A key must survive if it holds a NaN code or its scale is not
-    in ``2**KEY_SCALE_LOG2_MIN .. 2**KEY_SCALE_LOG2_MAX`` (NaN, Inf, zero and negative scales included).
+    ``k~`` has each non-zero magnitude raised to at least 2^-6. A key must survive if it holds a NaN code or its scale
+    is not in ``2**KEY_SCALE_LOG2_MIN .. 2**KEY_SCALE_LOG2_MAX`` (NaN, Inf, zero and negative scales included).
 
     Args:
         k: ``[num_keys, 128]`` float8_e4m3fn, contiguous.

@@ -1,4 +1,4 @@
-"""Gathered scoring: listed keys of each row, all heads, the same bits as the dense scorer. Serves seeds and survivors."""
+"""Gathered scoring: listed keys of each row, all heads, the dense scorer's bits. Serves seeds and survivors."""
 
 import triton
 import triton.language as tl

@@ -1,4 +1,4 @@
-"""Dense scoring: every visible key of a key chunk, all heads, either as logits or as one "score >= tau" bit per pair."""
+"""Dense scoring: every visible key of a key chunk, all heads, as logits or as one "score >= tau" bit per pair."""
 
 import torch
 import triton
@@ -84,8 +84,8 @@ def launch_score(q, k, k_scale, weights, ks, ke, tau, out, chunk_start: int, chu
         ks, ke: ``[rows]`` int32, each row's window.
         tau: ``[rows]`` float32; read only when ``out`` holds bits.
         out: float32 ``[rows, >= chunk]`` for logits, or int32 ``[rows, >= ceil(chunk / 32)]`` for one bit per key
-            (bit ``i % 32`` of word ``i // 32``). Column 0 is key ``chunk_start``. Only tiles that meet the window of a row
-            in the tile's group are written; inside a row's window every logit (bit) is.
+            (bit ``i % 32`` of word ``i // 32``). Column 0 is key ``chunk_start``. Only tiles that meet the window of a
+            row in the tile's group are written; inside a row's window every logit (bit) is.
         chunk_start, chunk_end: the chunk, in key columns.
 
     Exactness: model of hardware, contract ``sm90``.

@@ -1,8 +1,10 @@
 """Exact, deterministic top-K of two consecutive segments per row, with ascending output.
 
-Segment A is a list of at most ``topk`` entries, segment B a longer list or a row of logits. All keys of A are smaller than all
-keys of B and both ascend, so the order of the entries is the order of the keys: among equal scores the first entries win,
-which is the shared tie-break. The K-th score is found by four radix passes over an order-preserving image of float32.
+Segment A is a list of at most ``topk`` entries, segment B a longer list or a row of logits. All keys of A are smaller
+than all
+keys of B and both ascend, so the order of the entries is the order of the keys: among equal scores the first entries
+win, which is the shared tie-break. The K-th score is found by four radix passes over an order-preserving image of
+float32.
 """
 
 import triton
@@ -46,7 +48,7 @@ def _digit_counts(score_ptr, start, end, prefix, SHIFT: tl.constexpr, TILE: tl.c
 
 @triton.jit
 def _next_digit(a_ptr, a_count, b_ptr, b_start, b_end, prefix, wanted, SHIFT: tl.constexpr, TILE: tl.constexpr):
-    """Extend ``prefix`` by the digit of the ``wanted``-th largest code; returns it and what is still wanted at that digit."""
+    """``prefix`` extended by the digit of the ``wanted``-th largest code, and what is still wanted at it."""
     counts = _digit_counts(a_ptr, 0, a_count, prefix, SHIFT, TILE)
     counts += _digit_counts(b_ptr, b_start, b_end, prefix, SHIFT, TILE)
     at_least = tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0) + counts
