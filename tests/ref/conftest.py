@@ -1,0 +1,86 @@
+"""Inputs shared by the tests of the reference: small descriptions in, arrays out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from dosa_ref.problem import PrefillProblem
+
+FP8 = ml_dtypes.float8_e4m3fn
+
+
+def encode(values: Any) -> np.ndarray:
+    """E4M3 array of values that are clamped first."""
+    return np.clip(np.asarray(values, np.float32), -448, 448).astype(FP8)
+
+
+def random_codes(rng: np.random.Generator, shape: tuple[int, ...], family: str) -> np.ndarray:
+    """uint8 E4M3 codes of one of the families that tell accumulation models apart."""
+    codes = rng.integers(0, 256, shape, dtype=np.uint8)
+    if family == "all_patterns":
+        return codes
+    codes[(codes & 0x7F) == 0x7F] = 0x3C
+    match family:
+        case "finite":
+            return codes
+        case "subnormal":
+            return codes & 0x87
+        case "sparse":
+            return np.where(rng.random(shape) < 0.9, codes & 0x80, codes)
+        case "gaussian":
+            return encode(rng.standard_normal(shape) * 2.0 ** rng.integers(-3, 6)).view(np.uint8)
+        case "one_huge":
+            small = encode(rng.standard_normal(shape) * 0.1).view(np.uint8)
+            small[..., rng.integers(0, shape[-1])] = 0x7E
+            return small
+        case "cancelling":
+            half = codes[..., : shape[-1] // 2]
+            return np.concatenate([half, half ^ 0x80], axis=-1)
+    raise AssertionError(family)
+
+
+FAMILIES = ("all_patterns", "finite", "subnormal", "sparse", "gaussian", "one_huge", "cancelling")
+
+
+@pytest.fixture
+def make_problem() -> Callable[..., PrefillProblem]:
+    """Factory of problems with correlated heads and keys, so that bounds have something to bite on."""
+
+    def make(
+        seed: int = 0,
+        rows: int = 3,
+        keys: int = 200,
+        heads: int = 32,
+        topk: int = 16,
+        rank: int = 6,
+        windows: list[tuple[int, int]] | None = None,
+        integer_values: bool = False,
+    ) -> PrefillProblem:
+        rng = np.random.default_rng(seed)
+        basis = rng.standard_normal((rank, 128))
+        q = rng.standard_normal((rows, heads, rank)) @ basis + 0.2 * rng.standard_normal((rows, heads, 128))
+        k = rng.standard_normal((keys, rank)) @ basis + 0.3 * rng.standard_normal((keys, 128))
+        k_scale = np.exp2(rng.integers(-3, 2, keys)).astype(np.float32)
+        weights = rng.standard_normal((rows, heads)).astype(np.float32)
+        if integer_values:  # few distinct scores: many ties
+            q, k = np.sign(q) * (rng.random(q.shape) < 0.05), np.sign(k) * (rng.random(k.shape) < 0.05)
+            k_scale = np.ones(keys, np.float32)
+            weights = np.round(weights).astype(np.float32)
+        if windows is None:
+            windows = [(0, keys)] * rows
+        return PrefillProblem(
+            q=encode(8 * q if not integer_values else q),
+            k=encode(8 * k if not integer_values else k),
+            k_scale=k_scale,
+            weights=weights,
+            cu_seqlen_ks=np.array([w[0] for w in windows], np.int32),
+            cu_seqlen_ke=np.array([w[1] for w in windows], np.int32),
+            topk=topk,
+        )
+
+    return make
