@@ -213,16 +213,6 @@ def widen(a: Term, width: int) -> Term:
     return Term(bitvec_sort(width), f"((_ zero_extend {width - a.width}) {a.text})", a.variables)
 
 
-def signed_widen(a: Term, width: int) -> Term:
-    """``a`` with copies of its sign bit in front, ``width`` bits in all."""
-    return Term(bitvec_sort(width), f"((_ sign_extend {width - a.width}) {a.text})", a.variables)
-
-
-def signed_less_equal(a: Term, b: Operand) -> Term:
-    """``a <= b`` as two's complement numbers."""
-    return _apply(BOOL, "bvsle", a, _like(a, b))
-
-
 def float32_from_bits(a: Term) -> Term:
     """The float32 value that 32 bits encode."""
     return Term(FLOAT32, f"((_ to_fp 8 24) {a.text})", _with_width(a, 32).variables)
@@ -262,11 +252,6 @@ def float_equal(a: Term, b: Term) -> Term:
 def float_is_nan(a: Term) -> Term:
     """True of NaN only."""
     return _apply(BOOL, "fp.isNaN", a)
-
-
-def float_is_infinite(a: Term) -> Term:
-    """True of both infinities only."""
-    return _apply(BOOL, "fp.isInfinite", a)
 
 
 def _is_bits(a: Term) -> bool:

@@ -37,6 +37,9 @@ HEADS = max(SM90_NUM_HEADS)
 HEAD_ROUNDINGS = HEADS // 8 + 4
 """Roundings between a dot and the score: ``HEADS / 8`` heads of a chain, two chains, the key scale, two sums."""
 
+FLOAT32_SPACING = Fraction(1, 2**23)
+"""Distance of neighbouring float32 values in [1, 2)."""
+
 HALF_SUBNORMAL = Fraction(1, 2**150)
 """Largest error of one float32 rounding that underflows."""
 
@@ -71,7 +74,7 @@ def _rounding_error(constants: Constants, *, subnormal: bool = False) -> Stateme
     exact, rounded, power, spacing = reals("exact rounded power spacing")
     premises = (
         power > 0,
-        some(equal(spacing, 2 * constants["FLOAT32_UNIT"] * power), equal(spacing, 2 * HALF_SUBNORMAL)),
+        some(equal(spacing, FLOAT32_SPACING * power), equal(spacing, 2 * HALF_SUBNORMAL)),
         some(power <= absolute(exact), equal(spacing, 2 * HALF_SUBNORMAL)),
         2 * absolute(rounded - exact) <= spacing,
     )
@@ -185,6 +188,34 @@ def _float64_slack(constants: Constants, *, roundings: int = FLOAT64_ROUNDINGS) 
         premises=(count >= 0, count <= roundings, growth >= 1, growth <= 1 + v * c * count),
         claim=every(growth + v * growth <= 1 + v * c * (count + 1), growth - 1 <= slack),
     )
+
+
+def _norm_sum(_: Constants, *, one_more: int = 1) -> Statement:
+    # norms, squares: sums of ||R_g|| and of ||R_g||^2 over the heads so far, of which there are count.
+    norms, squares, count, own = reals("norms squares count own")
+    return Statement(
+        logic="QF_NRA",
+        premises=(count >= 1, norms >= 0, own >= 0, norms * norms <= count * squares),
+        claim=(norms + own) * (norms + own) <= (count + one_more) * (squares + own * own),
+    )
+
+
+def _gram_rounding(constants: Constants, *, diagonal: bool = True) -> Statement:
+    # cover: the sum of |R_g . R_g'| in real numbers, of which the squares ||R_g||^2 are a part; computed: in float64,
+    # each inner product within 128 roundings of the product of the norms, then summed over all pairs.
+    norms, squares, cover, computed, rho, root = reals("norms squares cover computed rho root")
+    v = FLOAT64_UNIT * (1 + Fraction(1, 2**10))
+    premises = [
+        *(value >= 0 for value in (norms, squares, cover, computed, rho, root)),
+        norms * norms <= HEADS * squares,
+        computed >= cover - constants["HEAD_DIM"] * v * (norms * norms) - HEADS * HEADS * v * cover,
+        root * root >= (1 - 4 * v) * computed,
+        rho * rho <= cover,
+    ]
+    if diagonal:
+        premises.append(squares <= cover)
+    slack = Fraction(2) ** int(constants["FLOAT64_SLACK_LOG2"])
+    return Statement(logic="QF_NRA", premises=tuple(premises), claim=rho <= root + slack * root)
 
 
 def _underflow_total(constants: Constants, scale: Term) -> Term:
@@ -399,6 +430,27 @@ LEMMAS = (
             Mutant(id="too_small", broken="2^-42", constants={"FLOAT64_SLACK_LOG2": Fraction(-42)}),
             Mutant(id="longer_sums", broken="sums of 16,384 terms", build=partial(_float64_slack, roundings=16384)),
         ),
+    ),
+    Lemma(
+        id="norm_sum",
+        statement="(sum of n norms)^2 <= n times the sum of their squares (induction over heads).",
+        theme=THEME,
+        build=_norm_sum,
+        speaks_of=("dosa_ref.guard.guard_terms",),
+        mutants=(Mutant(id="same_count", broken="n not increased", build=partial(_norm_sum, one_more=0)),),
+    ),
+    Lemma(
+        id="gram_rounding",
+        statement="The residual's root of summed inner products, computed in float64, is within 2^FLOAT64_SLACK_LOG2.",
+        theme=THEME,
+        build=_gram_rounding,
+        constants=("HEAD_DIM", "FLOAT64_SLACK_LOG2"),
+        speaks_of=("dosa_ref.guard.guard_terms",),
+        mutants=(
+            Mutant(id="too_small", broken="2^-42", constants={"FLOAT64_SLACK_LOG2": Fraction(-42)}),
+            Mutant(id="no_diagonal", broken="cover without the squares", build=partial(_gram_rounding, diagonal=False)),
+        ),
+        note="Inner products may cancel; `norm_sum` and the diagonal of the Gram matrix bound them all the same.",
     ),
     Lemma(
         id="slack_floor",
