@@ -1,7 +1,7 @@
 """The command ``dosa``.
 
-Exit codes: 0 exact or proved; 1 a counterexample, printed with a command that reproduces it; 2 wrong usage or bad input;
-3 undecided, unproved, or a backend is not available. Results go to stdout, progress and messages to stderr.
+Exit codes: 0 exact or proved; 1 a counterexample, printed with a command that reproduces it; 2 wrong usage or bad
+input; 3 undecided, unproved, or a backend is not available. Results go to stdout, progress and messages to stderr.
 
 Heavy libraries are imported by the command that needs them: ``env``, ``check`` and ``select`` work without solvers,
 ``check`` and ``audit`` without torch. Without installation: ``python -m dosa_verify.cli`` in a checkout.
@@ -117,7 +117,8 @@ def fuzz(
 ) -> None:
     """Compare kernels with the reference on nasty problems, every index and every score bit.
 
-    Examples: `dosa fuzz` · `dosa fuzz dosa --examples 500 --seed 7` · `dosa fuzz dosa --replay case-3f2a91c0.safetensors`
+    Examples: `dosa fuzz` · `dosa fuzz dosa --examples 500 --seed 7` ·
+    `dosa fuzz dosa --replay case-3f2a91c0.safetensors`
     """
     from dosa_verify import terminal
     from dosa_verify.fuzz import runner
@@ -283,8 +284,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         arguments: words after the program's name; None for those of this process.
 
     Raises:
-        SystemExit: always. An error of this project becomes one line on stderr; any other exception is a bug of ours and
-            keeps its traceback.
+        SystemExit: always. An error of this project becomes one line on stderr; any other exception is a bug of ours
+            and keeps its traceback.
     """
     try:
         app(args=arguments, prog_name="dosa")

@@ -90,7 +90,7 @@ def print_audit(report: AuditReport) -> None:
     table = Table("part", "inputs", "implementation", "class", "inputs that differ", "first")
     for part in report.parts:
         groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
-        first = {}
+        first: dict[tuple[str, str], str] = {}
         for item in part.disagreements:
             key = (item.implementation, item.kind)
             groups[key].append(item.count)

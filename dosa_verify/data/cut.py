@@ -1,12 +1,12 @@
 """Cut rows and keys out of a trace file.
 
-The bundled trace was made with::
+The bundled trace was made from a trace of 64 queries and 24,576 keys (its header says of what) with::
 
-    python -m dosa_verify.data.cut en_layer06_h64.safetensors dosa_verify/data/en_layer06_h64_cut.safetensors \\
-        --rows ROWS --keys KEYS --topk TOPK
+    python -m dosa_verify.data.cut en_layer06_h64.safetensors en_layer06_h64_cut.safetensors
+        --rows 48:64 --keys 8192:24576 --topk 128
 
-from a trace of 64 queries and 24,576 keys (header fields ``model`` and ``text`` say of what). Cutting changes no value:
-it keeps the last rows and keys, shifts each row's window and lowers ``topk`` so that it stays a small share of the keys.
+Cutting changes no value: it keeps the last rows and keys, shifts each row's window, and lowers ``topk`` so that it stays
+a small share of the keys.
 """
 
 from __future__ import annotations
