@@ -203,11 +203,19 @@ def _read(
     return arrays, header
 
 
+def _with_sorted_header(data: bytes) -> bytes:
+    """The same file with its header in a fixed order: the library writes the text part in a random one."""
+    length = int.from_bytes(data[:8], "little")
+    header = json.dumps(json.loads(data[8 : 8 + length]), sort_keys=True, separators=(",", ":")).encode()
+    header += b" " * (-len(header) % 8)
+    return len(header).to_bytes(8, "little") + header + data[8 + length :]
+
+
 def _write(path: str | os.PathLike[str], tensors: Mapping[str, npt.NDArray[Any]], header: Mapping[str, str]) -> None:
     """Write a file under a temporary name beside ``path`` and rename it."""
     target = Path(path)
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    data = safetensors.numpy.save(contiguous, dict(header))
+    data = _with_sorted_header(safetensors.numpy.save(contiguous, dict(header)))
     temporary = None
     try:
         with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as stream:

@@ -51,7 +51,10 @@ def test_encode_at_every_tie_and_neighbour():
     with np.errstate(over="ignore"):
         plain = values.astype(FP8).view(np.uint8)
     for x, saturated, unclamped in zip(values.tolist(), clamped.tolist(), plain.tolist()):
-        assert formats.encode_e4m3(Fraction(x), Overflow.SATURATE) | (0x80 if x == 0 and saturated & 0x80 else 0) == saturated
+        assert (
+            formats.encode_e4m3(Fraction(x), Overflow.SATURATE) | (0x80 if x == 0 and saturated & 0x80 else 0)
+            == saturated
+        )
         assert formats.encode_e4m3(x, Overflow.SATURATE) == saturated
         assert formats.encode_e4m3(x, Overflow.NAN) == unclamped
 
@@ -160,7 +163,11 @@ HALF_SMALLEST = Fraction(1, 2**150)
 @example(Fraction(1) + Fraction(3, 2**24))
 @example(-(Fraction(2) ** 200))
 def test_float32_rounding(value):
-    up, down, nearest = formats.round_up_float32(value), formats.round_down_float32(value), formats.nearest_float32(value)
+    up, down, nearest = (
+        formats.round_up_float32(value),
+        formats.round_down_float32(value),
+        formats.nearest_float32(value),
+    )
     # Characterised by order alone, with NumPy's neighbours.
     if np.isfinite(up):
         assert Fraction(float(up)) >= value

@@ -1,4 +1,4 @@
-"""The tensor-core model: known witnesses, an independent transcription over rationals, and scalar form against array twin."""
+"""The tensor-core model: known witnesses, an independent transcription over rationals, scalar form against twin."""
 
 from __future__ import annotations
 
@@ -143,7 +143,9 @@ def test_array_twin_equals_scalar(model, seed, families, accumulator, steps):
         "subnormal": rng.integers(0, 2**24, shape, dtype=np.uint32).view(np.float32),
     }[accumulator]
     got = dots(a, b, model, c)
-    expected = [[dot_scalar(x, y, model, 0 if c is None else c[i, j]) for j, y in enumerate(b)] for i, x in enumerate(a)]
+    expected = [
+        [dot_scalar(x, y, model, 0 if c is None else c[i, j]) for j, y in enumerate(b)] for i, x in enumerate(a)
+    ]
     assert (bits(got) == bits(np.array(expected))).all()
 
 
