@@ -229,13 +229,14 @@ def _values(case: Case, random: np.random.Generator) -> tuple[Codes, Codes]:
         case Values.NORMAL:
             return _encode(random.normal(0, 16, q_shape)), _encode(random.normal(0, 16, k_shape))
         case Values.LEARNED:
-            basis = random.normal(0, 1, (4, HEAD_DIM))
-            mean = random.normal(0, 1, HEAD_DIM)
-            heads = random.normal(0, 1, (case.num_heads, 4)) @ basis
-            q = heads + 0.3 * random.normal(0, 1, q_shape) * 0.5
-            spread = random.lognormal(0, 0.7, (case.keys, 1)) if case.keys else np.zeros((0, 1))
-            k = 0.3 * mean + random.normal(0, 1, (case.keys, 4)) @ basis * 0.4 * spread
-            return _encode(q * 20), _encode((k + random.normal(0, 0.2, k_shape)) * 40)
+            # Three directions carry the heads, a fourth is common to all keys; key norms spread over a decade.
+            basis = random.normal(0, 1, (3, HEAD_DIM))
+            common = random.normal(0, 1, HEAD_DIM)
+            heads = random.normal(0, 1, (case.num_heads, 3)) @ basis
+            spread = random.lognormal(0, 0.7, (case.keys, 1))
+            parts = random.normal(0, 1, (case.keys, 3)) @ basis
+            noise_q, noise_k = random.normal(0, 1, q_shape), random.normal(0, 1, k_shape)
+            return _encode(20 * heads + noise_q), _encode(12 * common + 16 * spread * parts + 2 * noise_k)
         case Values.FEW_KEYS:
             pool = _encode(random.normal(0, 16, (5, HEAD_DIM)))
             return _encode(random.normal(0, 16, q_shape)), pool[random.integers(0, 5, case.keys)]
