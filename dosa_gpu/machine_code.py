@@ -16,7 +16,10 @@ from dosa_ref.spec import HEAD_DIM, STEP_TERMS, UnsupportedConfiguration
 
 STEPS_PER_DOT = HEAD_DIM // STEP_TERMS
 
-_WGMMA = re.compile(r"wgmma\.mma_async\.\S*\.m64n\d+k32\.f32\.e4m3\.e4m3")
+# Accumulator registers, then two matrix descriptors, then whether the accumulator is added ("0" starts from zero).
+_WGMMA = re.compile(
+    r"wgmma\.mma_async\.\S*\.m64n\d+k32\.f32\.e4m3\.e4m3\s*(\{[^}]*\}),\s*%\w+,\s*%\w+,\s*(%?\w+),\s*1,\s*1;"
+)
 _ROUNDING = re.compile(r"\b(add|sub|mul|fma|mad)\.(r[nzmp]\.)?(ftz\.)?f32\b")
 
 
@@ -31,19 +34,24 @@ def ptx_faults(ptx: str) -> list[str]:
     """
     faults = []
     lines = ptx.splitlines()
-    places = [number for number, line in enumerate(lines) if _WGMMA.search(line)]
-    if not places:
+    steps = [(place, match) for place, line in enumerate(lines) if (match := _WGMMA.search(line))]
+    if not steps:
         faults.append("no FP8 wgmma instruction")
-    elif len(places) % STEPS_PER_DOT:
-        faults.append(f"{len(places)} FP8 wgmma instructions, not a multiple of {STEPS_PER_DOT}")
+    if len(steps) != sum("wgmma.mma_async" in line for line in lines):
+        faults.append("a wgmma instruction of another format")
+    if len(steps) % STEPS_PER_DOT:
+        faults.append(f"{len(steps)} FP8 wgmma instructions, not a multiple of {STEPS_PER_DOT}")
     if any("mma.sync" in line for line in lines):
         faults.append("mma.sync beside wgmma: other bits")
-    for chain in range(0, len(places) - len(places) % STEPS_PER_DOT, STEPS_PER_DOT):
-        inside = lines[places[chain] : places[chain + STEPS_PER_DOT - 1]]
-        if any(_ROUNDING.search(line) for line in inside):
+    for first in range(0, len(steps) - len(steps) % STEPS_PER_DOT, STEPS_PER_DOT):
+        chain = steps[first : first + STEPS_PER_DOT]
+        if len({match.group(1) for _, match in chain}) != 1:
+            faults.append("a chain changes its accumulator")
+        if [match.group(2) == "0" for _, match in chain] != [True, False, False, False]:
+            faults.append("a chain does not start once from zero")
+        if any(_ROUNDING.search(line) for line in lines[chain[0][0] : chain[-1][0]]):
             faults.append("a float32 rounding inside a dot's chain")
-            break
-    return faults
+    return sorted(set(faults))
 
 
 def require_tensor_core_chain(compiled: object) -> None:

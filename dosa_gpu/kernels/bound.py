@@ -16,26 +16,47 @@ LEMMAS = (
     "relu_lipschitz",
     "aggregation",
     "projection",
+    "lagrange_identity",
     "cauchy_schwarz_step",
+    "active_set_norm",
     "residual_geometry",
+    "signed_sum_norm",
     "centred_residual",
+    "column_rounding_step",
     "column_rounding",
+    "coefficient_round_up",
+    "scale_monotone",
+    "e4m3_products_exact",
+    "exponent_vote",
     "step_alignment",
     "step_sum",
     "output_cut",
+    "accumulator_magnitude",
     "dot_error",
+    "dot_error_total",
+    "computed_dots",
+    "nearest_even",
+    "rounding_error",
+    "rounding_monotone",
+    "round_up_float32",
+    "outward_rounding",
+    "chain_step",
     "head_chain",
     "bound_chain",
-    "outward_rounding",
-    "scale_monotone",
+    "float64_slack",
+    "norm_sum",
+    "gram_rounding",
     "slack_floor",
     "no_overflow",
+    "bound_covers_score",
+    "index_arithmetic",
     "threshold",
     "strict_pruning",
     "ties_kept",
     "tie_break_total_order",
+    "order_key",
+    "merge_dropped",
     "merge_partial",
-    "index_arithmetic",
 )
 """What the pruned path rests on; ``dosa_gpu.gate`` demands every one of them."""
 
@@ -130,7 +151,9 @@ def _bound_kernel(
         bit = tl.reshape(1 << tl.arange(0, 32), (1, 32, 1))
         words = tl.sum(tl.reshape(keep, (KEYS // 32, 32, QUERIES)) * bit, axis=1)
         word = (tile - chunk_start) // 32 + tl.arange(0, KEYS // 32)
-        tl.store(out_ptr + rows.to(tl.int64)[None, :] * out_stride + word[:, None], words, mask=row_ok[None, :])
+        # The last tile may reach beyond the chunk's words.
+        inside = (word * 32 < chunk_end - chunk_start)[:, None] & row_ok[None, :]
+        tl.store(out_ptr + rows.to(tl.int64)[None, :] * out_stride + word[:, None], words, mask=inside)
 
 
 def launch_bound(

@@ -67,7 +67,9 @@ def _score_kernel(
             bit = tl.reshape(1 << tl.arange(0, 32), (1, 32, 1))
             words = tl.sum(tl.reshape(keep, (KEYS // 32, 32, QUERIES)) * bit, axis=1)
             word = (tile - chunk_start) // 32 + tl.arange(0, KEYS // 32)
-            tl.store(out_ptr + rows.to(tl.int64)[None, :] * out_stride + word[:, None], words, mask=row_ok[None, :])
+            # The last tile may reach beyond the chunk's words.
+            inside = (word * 32 < chunk_end - chunk_start)[:, None] & row_ok[None, :]
+            tl.store(out_ptr + rows.to(tl.int64)[None, :] * out_stride + word[:, None], words, mask=inside)
         else:
             place = rows.to(tl.int64)[None, :] * out_stride + (keys - chunk_start)[:, None]
             tl.store(out_ptr + place, score, mask=visible)

@@ -1,0 +1,254 @@
+"""Each kernel against NumPy or the reference, bit for bit, with everything around its output left alone."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import torch
+
+from dosa_gpu.kernels import bound, compact, emit, key_norms, rescore, score, topk
+from dosa_ref import formats, scorer, select
+
+CANARY = -559038737
+
+
+def codes(random, shape, finite=True):
+    magnitude = random.integers(0, 127 if finite else 128, shape, dtype=np.uint8)
+    return magnitude | (random.integers(0, 2, shape, dtype=np.uint8) << 7)
+
+
+def fp8(array, device):
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device).view(torch.float8_e4m3fn)
+
+
+def tensor(array, device):
+    return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+
+
+def same_bits(got, want):
+    np.testing.assert_array_equal(np.ascontiguousarray(got).view(np.uint32), np.ascontiguousarray(want).view(np.uint32))
+
+
+@pytest.fixture(params=[32, 64], ids=lambda heads: f"H{heads}")
+def scoring(request, random, device):
+    """Codes of every bit pattern (NaN keys included), any weights and scales; windows that start and end anywhere."""
+    heads, rows, keys = request.param, 5, 203
+    q, k = codes(random, (rows, heads, 128)), codes(random, (keys, 128))
+    k[random.random(keys) < 0.05, 7] = 0x7F
+    weights = random.normal(0, 1, (rows, heads)).astype(np.float32)
+    scale = np.exp2(random.uniform(-20, 20, keys)).astype(np.float32)
+    scale[:4] = [np.inf, np.nan, 0.0, -1.0]
+    ks = np.array([0, 13, 64, 100, 77], np.int32)
+    ke = np.array([203, 190, 64, 101, 141], np.int32)
+    want = scorer.scores_sm90(q, weights, k, scale)
+    arguments = (fp8(q, device), fp8(k, device), tensor(scale, device), tensor(weights, device))
+    visible = (np.arange(keys) >= ks[:, None]) & (np.arange(keys) < ke[:, None])
+    return arguments, tensor(ks, device), tensor(ke, device), want, visible
+
+
+class TestScore:
+    def test_logits_have_the_contracts_bits_inside_the_window_and_nothing_is_written_outside(self, scoring, device):
+        arguments, ks, ke, want, visible = scoring
+        out = torch.full((len(ks), 256), CANARY, dtype=torch.int32, device=device)
+        logits = out.view(torch.float32)
+        score.launch_score(*arguments, ks, ke, ke.float(), logits, 0, want.shape[1])
+        got = out.cpu().numpy()
+        same_bits(got[:, : want.shape[1]][visible], want[visible])
+        assert (got[:, : want.shape[1]][~visible] == CANARY).all()
+        assert (got[:, want.shape[1] :] == CANARY).all()
+
+    def test_a_chunk_in_the_middle_lands_at_column_zero(self, scoring, device):
+        arguments, ks, ke, want, visible = scoring
+        logits = torch.full((len(ks), 70), float("nan"), device=device)
+        score.launch_score(*arguments, ks, ke, ke.float(), logits, 50, 120)
+        same_bits(logits.cpu().numpy()[visible[:, 50:120]], want[:, 50:120][visible[:, 50:120]])
+
+    def test_bits_say_score_at_least_tau(self, scoring, device):
+        arguments, ks, ke, want, visible = scoring
+        # A score of each row as its tau: the comparison must keep equality.
+        tau = np.array([np.nanmedian(row) for row in np.where(np.isfinite(want), want, np.nan)], np.float32)
+        tau[0] = np.sort(want[0][np.isfinite(want[0])])[50]
+        words = torch.full((len(ks), 7), CANARY, dtype=torch.int32, device=device)
+        score.launch_score(*arguments, ks, ke, tensor(tau, device), words, 0, want.shape[1])
+        bits = (words.cpu().numpy()[:, :, None] >> np.arange(32)) & 1
+        got = bits.reshape(len(ks), -1)[:, : want.shape[1]]
+        for row in range(len(ks)):
+            inside = visible[row]
+            np.testing.assert_array_equal(got[row][inside], want[row][inside] >= tau[row])
+
+
+class TestRescore:
+    def test_listed_keys_get_the_dense_bits(self, scoring, random, device):
+        arguments, _, _, want, _ = scoring
+        rows, keys = want.shape
+        listed = np.stack([np.sort(random.permutation(keys)[:150]) for _ in range(rows)]).astype(np.int32)
+        count = np.array([150, 0, 1, 64, 65], np.int32)
+        out = torch.full((rows, 150), CANARY, dtype=torch.int32, device=device)
+        rescore.launch_rescore(*arguments, tensor(listed, device), tensor(count, device), out.view(torch.float32), 150)
+        got = out.cpu().numpy()
+        for row in range(rows):
+            same_bits(got[row, : count[row]], want[row][listed[row, : count[row]]])
+            assert (got[row, count[row] :] == CANARY).all()
+
+
+class TestCompact:
+    @pytest.mark.parametrize("capacity", [600, 100])
+    def test_lists_the_set_bits_of_the_window_in_order(self, random, device, capacity):
+        start, end = 30, 1130
+        ks = np.array([30, 0, 500, 700, 1129, 1130], np.int32)
+        ke = np.array([1130, 1200, 500, 995, 1130, 1200], np.int32)
+        flags = random.random((len(ks), 1120)) < 0.3
+        column = start + np.arange(1120)
+        flags &= (column >= ks[:, None]) & (column < np.minimum(ke, end)[:, None])
+        words = (flags.reshape(len(ks), -1, 32).astype(np.uint32) << np.arange(32, dtype=np.uint32)).sum(-1)
+        # What lies outside the window's words was never written.
+        word = np.arange(35) * 32
+        outside = (word[None] + 32 <= (ks - start)[:, None]) | (word[None] >= (ke - start)[:, None])
+        words = np.where(outside, 0xFFFFFFFF, words).astype(np.uint32).view(np.int32)
+        index = torch.full((len(ks), capacity), CANARY, dtype=torch.int32, device=device)
+        count = torch.full((len(ks),), CANARY, dtype=torch.int32, device=device)
+        compact.launch_compact(*(tensor(part, device) for part in (words, ks, ke)), index, count, start, end)
+        for row in range(len(ks)):
+            want = column[flags[row]]
+            assert count[row].item() == len(want)
+            np.testing.assert_array_equal(index[row].cpu().numpy()[: len(want)], want[:capacity])
+            assert (index[row, len(want) :] == CANARY).all()
+
+
+class TestEmit:
+    def test_keeps_scores_that_reach_tau_in_order(self, random, device):
+        index = np.sort(random.permutation(9000)[:2500]).astype(np.int32)[None].repeat(3, 0)
+        scores = random.integers(-3, 4, (3, 2500)).astype(np.float32)
+        scores[0, ::7] = np.nan
+        scores[1, ::5] = -0.0
+        count, tau = np.array([2500, 1300, 0], np.int32), np.array([2.0, 0.0, -9.0], np.float32)
+        out_index = torch.full((3, 2500), CANARY, dtype=torch.int32, device=device)
+        out_score = torch.full((3, 2500), CANARY, dtype=torch.int32, device=device)
+        out_count = torch.full((3,), CANARY, dtype=torch.int32, device=device)
+        parts = (tensor(part, device) for part in (index, scores, count, tau))
+        emit.launch_emit(*parts, out_index, out_score.view(torch.float32), out_count)
+        for row in range(3):
+            keep = np.flatnonzero(scores[row, : count[row]] >= tau[row])
+            assert out_count[row].item() == len(keep)
+            np.testing.assert_array_equal(out_index[row, : len(keep)].cpu().numpy(), index[row][keep])
+            same_bits(out_score[row, : len(keep)].cpu().numpy(), scores[row][keep])
+            assert (out_index[row, len(keep) :] == CANARY).all()
+
+
+def score_rows(random, kind, keys):
+    match kind:
+        case "ties":
+            return random.integers(0, 4, keys).astype(np.float32)
+        case "signed zeros":
+            return np.where(random.random(keys) < 0.5, np.float32(-0.0), np.float32(0.0))
+        case "specials":
+            pool = np.array([np.nan, -np.nan, np.inf, -np.inf, 0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38], np.float32)
+            return pool[random.integers(0, len(pool), keys)]
+        case "neighbours":
+            return (np.uint32(0x40200000) | random.integers(0, 1024, keys).astype(np.uint32)).view(np.float32)
+        case "bits":
+            return random.integers(0, 2**32, keys, dtype=np.uint64).astype(np.uint32).view(np.float32)
+        case _:
+            return np.full(keys, np.nan, np.float32)
+
+
+@pytest.mark.parametrize("kind", ["ties", "signed zeros", "specials", "neighbours", "bits", "all NaN"])
+@pytest.mark.parametrize("wanted", [1, 5, 300])
+class TestTopK:
+    def run(self, a, b, base, device):
+        (a_index, a_score), (b_index, b_score, start, end), wanted = a, b, a[0].shape[1]
+        rows = len(a_index)
+        out = (
+            torch.full((rows, wanted), CANARY, dtype=torch.int32, device=device),
+            torch.full((rows, wanted), CANARY, dtype=torch.int32, device=device),
+            torch.full((rows,), CANARY, dtype=torch.int32, device=device),
+        )
+        count = (np.arange(wanted) < self.held[:, None]).sum(1).astype(np.int32)
+        topk.launch_topk(
+            tensor(a_index, device), tensor(a_score, device), tensor(count, device),
+            None if b_index is None else tensor(b_index, device), tensor(b_score, device),
+            tensor(start, device), tensor(end, device), base, (out[0], out[1].view(torch.float32), out[2]),
+        )  # fmt: skip
+        return [part.cpu().numpy() for part in out]
+
+    @pytest.mark.parametrize("listed", [False, True], ids=["logits", "list"])
+    def test_merges_two_segments_exactly(self, random, device, kind, wanted, listed):
+        rows, keys, base = 3, 1500, 5000
+        self.held = np.minimum(np.array([0, 1, wanted]), wanted)
+        a_index = np.stack([np.sort(random.permutation(base)[:wanted]) for _ in range(rows)]).astype(np.int32)
+        a_score = np.stack([score_rows(random, kind, wanted) for _ in range(rows)])
+        b_score = np.stack([score_rows(random, kind, keys) for _ in range(rows)])
+        start, end = np.array([0, 3, 700], np.int32), np.array([1500, 1490, 700], np.int32)
+        column = base + np.arange(keys, dtype=np.int32)[None].repeat(rows, 0)
+        column = np.sort(column * 2, axis=1) if listed else column
+        b_index = column.astype(np.int32) if listed else None
+        index, scores, count = self.run((a_index, a_score), (b_index, b_score, start, end), base, device)
+        for row in range(rows):
+            all_index = np.concatenate([a_index[row, : self.held[row]], column[row, start[row] : end[row]]])
+            all_score = np.concatenate([a_score[row, : self.held[row]], b_score[row, start[row] : end[row]]])
+            chosen = select.exact_topk(all_score, wanted)
+            chosen = chosen[chosen >= 0]
+            assert count[row] == len(chosen)
+            np.testing.assert_array_equal(index[row, : len(chosen)], all_index[chosen])
+            same_bits(scores[row, : len(chosen)], all_score[chosen])
+            assert (index[row, len(chosen) :] == CANARY).all()
+
+
+class TestKeyNorms:
+    def test_norms_are_rounded_up_and_unusable_keys_get_infinity(self, random, device):
+        k = codes(random, (400, 128))
+        k[0] = 0
+        k[1] = 0x80
+        k[2] = 1  # subnormals only
+        k[3, 5] = 0xFF
+        scale = np.exp2(random.uniform(-39, 39, 400)).astype(np.float32)
+        scale[4:10] = [np.nan, np.inf, -np.inf, 0.0, -1.0, 2.0**-41]
+        scale[10:12] = [2.0**-40, 2.0**40]
+        norm = torch.full((400,), float("nan"), device=device)
+        bound_scale = torch.full((400,), float("nan"), device=device)
+        key_norms.launch_key_norms(fp8(k, device), tensor(scale, device), norm, bound_scale)
+        norm, bound_scale = norm.cpu().numpy(), bound_scale.cpu().numpy()
+        assert np.isinf(norm[3:10]).all()
+        assert (bound_scale[3:10] == 1.0).all()
+        usable = np.r_[0:3, 10:400]
+        same_bits(bound_scale[usable], scale[usable])
+        assert (norm[:2] == 0.0).all()
+        for key in usable:
+            raised = [max(abs(formats.decode_e4m3(int(code))), formats.decode_e4m3(8)) for code in k[key] if code & 0x7F]
+            squared = sum((value * value for value in raised), Fraction(0))
+            norm_squared = Fraction(float(norm[key])) ** 2
+            assert squared <= norm_squared <= squared * (1 + Fraction(1, 2**14))
+
+
+class TestBound:
+    def test_tile_order_places_each_column_of_each_query_once(self):
+        for columns in (8, 16, 32):
+            order = bound.column_order(columns)
+            assert sorted(order) == [(q, c) for q in range(bound.queries_per_tile(columns)) for c in range(columns)]
+            # Lane (tile column // 2) % 4 of a quad must hold whole queries.
+            lanes = {}
+            for place, (query, _) in enumerate(order):
+                lanes.setdefault(query, set()).add(place // 2 % 4)
+            assert all(len(found) == 1 for found in lanes.values())
+
+    def test_one_relu_and_one_linear_column_by_hand(self, device):
+        # Two keys along the first axis, one against it. U = 1 * relu(2 k) - 0.5 * (k) + 3 * norm, scale 2.
+        from dosa_gpu.pipeline import _tile_columns
+
+        columns = torch.zeros(1, 8, 128)
+        columns[0, 0, 0], columns[0, 1, 0] = 2.0, 1.0
+        coefficients = torch.zeros(1, 8)
+        coefficients[0, 0], coefficients[0, 1] = 1.0, -0.5
+        linear = torch.zeros(1, 8, dtype=torch.bool)
+        linear[0, 1] = True
+        tiles = _tile_columns(columns.to(torch.float8_e4m3fn).to(device), coefficients.to(device), linear.to(device))
+        k = torch.zeros(3, 128)
+        k[:, 0] = torch.tensor([4.0, -4.0, 1.0])
+        norm, scale = torch.tensor([4.0, 4.0, float("inf")]), torch.tensor([2.0, 2.0, 1.0])
+        # U = 2 * (8 - 2 + 12) = 36 and 2 * (0 + 2 + 12) = 28; the third key always survives.
+        ks, ke = torch.zeros(1, dtype=torch.int32), torch.full((1,), 3, dtype=torch.int32)
+        for tau, want in ((28.0, 0b111), (28.5, 0b101), (36.0, 0b101), (36.5, 0b100), (float("inf"), 0b100)):
+            words = torch.full((1, 2), CANARY, dtype=torch.int32, device=device)
+            parts = (torch.tensor([3.0]), torch.tensor([tau]), k.to(torch.float8_e4m3fn), norm, scale, ks, ke)
+            bound.launch_bound(*tiles, *(part.to(device) for part in parts), words, 8, 0, 3)
+            assert words[0, 0].item() == want

@@ -1,0 +1,153 @@
+"""Query preparation, judged in exact rationals by the reference: the slack must cover what its own columns demand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from dosa_gpu import prepare
+from dosa_ref import bound, formats, guard, scorer
+from dosa_ref.guard import BoundCertificate
+from dosa_ref.spec import GUARD_CONSTANTS
+from dosa_verify.fuzz.cases import Case, Values, Weights, build
+
+
+def problem_of(values, weights, heads):
+    return build(Case(seed=5, num_heads=heads, rows=3, keys=60, topk=8, values=values, weights=weights))
+
+
+def prepared(problem, columns, device, activity=None):
+    q = torch.from_numpy(problem.q.view(np.uint8)).view(torch.float8_e4m3fn).to(device)
+    weights = torch.from_numpy(problem.weights).to(device)
+    if activity is None:
+        activity = torch.linspace(0, 1, problem.weights.shape[1], dtype=torch.float64).expand(problem.weights.shape)
+    return prepare.prepare_rows(q, weights, activity.to(device), columns)
+
+
+def certificate_of(constants, row):
+    retained = constants.retained[row].cpu().numpy()
+    heads, columns = constants.aggregate.shape[1], len(retained)
+    projection = np.zeros((heads, columns))
+    projection[:, : columns - 1] = constants.projection[row].cpu().numpy()
+    aggregate = np.zeros((columns, heads))
+    aggregate[columns - 1] = constants.aggregate[row].cpu().numpy()
+    return BoundCertificate(retained=retained, projection=projection, aggregate=aggregate)
+
+
+def judge(problem, constants, row, **change):
+    parts = {
+        "columns": constants.columns[row].view(torch.uint8).cpu().numpy(),
+        "coefficients": constants.coefficients[row].cpu().numpy(),
+        "linear": constants.linear[row].cpu().numpy(),
+        "slack": constants.slack[row].item(),
+        "certificate": certificate_of(constants, row),
+    }
+    return bound.check_row_bound(problem.q[row], problem.weights[row], **{**parts, **change}).coverage
+
+
+@pytest.mark.parametrize("columns", [8, 16, 32])
+@pytest.mark.parametrize("weights", [Weights.MIXED, Weights.POSITIVE, Weights.NEGATIVE, Weights.ZERO, Weights.TINY])
+@pytest.mark.parametrize("values", [Values.LEARNED, Values.WIDE, Values.SUBNORMAL])
+def test_the_slack_covers_what_the_columns_demand(values, weights, columns, device):
+    problem = problem_of(values, weights, 32)
+    constants = prepared(problem, columns, device)
+    for row in range(2):
+        assert judge(problem, constants, row) is bound.Coverage.COVERED
+
+
+def test_64_heads_with_a_linear_column_and_an_aggregate(device):
+    problem = problem_of(Values.LEARNED, Weights.MIXED, 64)
+    constants = prepared(problem, 16, device)
+    assert constants.linear.any(1).all()
+    assert (constants.aggregate > 0).any(1).all()
+    assert judge(problem, constants, 0) is bound.Coverage.COVERED
+
+
+class TestPlantedFaults:
+    """What the judge must refuse, so that its word above means something."""
+
+    @pytest.fixture
+    def parts(self, device):
+        problem = problem_of(Values.LEARNED, Weights.MIXED, 32)
+        return problem, prepared(problem, 8, device)
+
+    def test_slack_without_the_guard(self, parts):
+        problem, constants = parts
+        lower, _ = guard.guard_enclosure(
+            problem.q[0], problem.weights[0], constants.columns[0].view(torch.uint8).cpu().numpy(),
+            constants.coefficients[0].cpu().numpy(), constants.linear[0].cpu().numpy(), certificate_of(constants, 0),
+        )  # fmt: skip
+        residual_only = np.float32(float(lower.residual))
+        assert judge(problem, constants, 0, slack=residual_only) is bound.Coverage.SLACK_TOO_SMALL
+
+    def test_slack_a_thousandth_too_small(self, parts):
+        problem, constants = parts
+        assert judge(problem, constants, 0, slack=constants.slack[0].item() * 0.999) is bound.Coverage.SLACK_TOO_SMALL
+
+    def test_a_coefficient_rounded_down_far(self, parts):
+        problem, constants = parts
+        coefficients = constants.coefficients[0].cpu().numpy().copy()
+        place = int(np.flatnonzero(constants.retained[0].cpu().numpy() >= 0)[0])
+        coefficients[place] *= np.float32(0.9)
+        assert judge(problem, constants, 0, coefficients=coefficients) is not bound.Coverage.COVERED
+
+    def test_an_aggregate_of_too_much(self, parts):
+        problem, constants = parts
+        certificate = certificate_of(constants, 0)
+        more = dataclasses.replace(certificate, aggregate=certificate.aggregate * 1.5)
+        assert judge(problem, constants, 0, certificate=more) is bound.Coverage.BAD_CERTIFICATE
+
+
+def test_the_bound_is_at_least_the_computed_score(device):
+    problem = problem_of(Values.WIDE, Weights.MIXED, 32)
+    constants = prepared(problem, 16, device)
+    scores = scorer.scores_sm90(problem.q, problem.weights, problem.k, problem.k_scale)
+    for row in range(len(problem.q)):
+        row_bound = bound.build_row_bound(problem.q[row], problem.weights[row], 16, np.ones(32))
+        ours = dataclasses.replace(
+            row_bound,
+            columns=constants.columns[row].view(torch.uint8).cpu().numpy().view(problem.q.dtype),
+            coefficients=constants.coefficients[row].cpu().numpy(),
+            linear=constants.linear[row].cpu().numpy(),
+            slack=np.float32(constants.slack[row].item()),
+        )
+        assert (bound.evaluate(ours, problem.k, problem.k_scale) >= scores[row]).all()
+
+
+def test_rows_that_may_not_be_pruned_are_marked(device):
+    problem = problem_of(Values.NORMAL, Weights.MIXED, 32)
+    q, weights = problem.q.copy(), problem.weights.copy()
+    q.view(np.uint8)[0, 3, 9] = 0x7F
+    weights[1, 4] = np.inf
+    weights[2, :] = 2.0**100
+    constants = prepared(dataclasses.replace(problem, q=q, weights=weights), 8, device)
+    assert constants.non_finite.tolist() == [True, True, False]
+    assert constants.too_large.tolist() == [False, False, True]
+
+
+def test_round_up_is_the_references(random):
+    values = np.concatenate([random.normal(0, 1, 500) * np.exp2(random.uniform(-160, 120, 500)), [0.0, 1.0, -1.0]])
+    got = prepare.round_up(torch.from_numpy(values)).numpy()
+    want = [formats.round_up_float32(formats.Fraction(float(value))) for value in values]
+    np.testing.assert_array_equal(got, np.array(want, np.float32))
+
+
+def test_dot_error_is_the_references(random, device):
+    codes = random.integers(0, 127, (20, 128), dtype=np.uint8)
+    codes[:10] = random.integers(0, 16, (10, 128), dtype=np.uint8)
+    values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().double().to(device)
+    got = prepare.dot_error(values).cpu().numpy()
+    want = [guard.dot_error(row) for row in codes]
+    np.testing.assert_allclose(got, want, rtol=1e-12)  # two float64 evaluations of one formula; bits may differ
+
+
+def test_every_guard_constant_stands_in_a_lemma_that_the_gate_demands():
+    import json
+
+    from dosa_gpu import gate
+    from dosa_gpu.kernels.bound import LEMMAS
+
+    ledger = json.loads((gate.ledger_folder() / "ledger.json").read_text(encoding="utf-8"))["lemmas"]
+    spoken_of = {name for lemma in LEMMAS for name in ledger[lemma]["constants"]}
+    assert set(GUARD_CONSTANTS) <= spoken_of
