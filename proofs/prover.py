@@ -25,7 +25,7 @@ RESOURCE_LIMIT: Final = 200_000_000
 TIMEOUT_S: Final = 60
 """Wall-clock limit per query, for a machine so slow that the resource limit does not bite first."""
 
-CONFIRM_TIMEOUT_S: Final = 10
+CONFIRM_TIMEOUT_S: Final = 30
 """Wall-clock limit per query of a confirming solver."""
 
 SEED: Final = 0

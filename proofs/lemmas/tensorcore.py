@@ -239,6 +239,24 @@ def _computed_dots(_: Constants, *, negative: bool = True, projected: bool = Tru
     )
 
 
+def _dot_magnitude(_: Constants, *, own_error: bool = True) -> Statement:
+    # vector_norm, key_norm: ||y|| and ||k||; exact and computed dot of y and k; error: D(y).
+    exact, computed, vector_norm, key_norm, n, error = reals("exact computed vector_norm key_norm n error")
+    magnitude = vector_norm + error if own_error else vector_norm
+    return Statement(
+        logic="QF_NRA",
+        premises=(
+            vector_norm >= 0,
+            key_norm >= 0,
+            error >= 0,
+            key_norm <= n,
+            absolute(exact) <= vector_norm * key_norm,
+            absolute(computed - exact) <= error * n,
+        ),
+        claim=every(absolute(computed) <= magnitude * n, relu(computed) <= magnitude * n),
+    )
+
+
 LEMMAS = (
     Lemma(
         id="e4m3_products_exact",
@@ -362,6 +380,14 @@ LEMMAS = (
             Mutant(id="no_last_step", broken="the last step left out", build=partial(_dot_error_total, skipped=3)),
             Mutant(id="first_30", broken="30 units in the first step", constants={"FIRST_STEP_LOSSY": Fraction(30)}),
         ),
+    ),
+    Lemma(
+        id="dot_magnitude",
+        statement="A computed dot has |d_y| <= mag(y) n with mag(y) = ||y|| + D(y), and so has its relu.",
+        theme=THEME,
+        build=_dot_magnitude,
+        speaks_of=("dosa_ref.guard.magnitude",),
+        mutants=(Mutant(id="norm_only", broken="mag(y) = ||y||", build=partial(_dot_magnitude, own_error=False)),),
     ),
     Lemma(
         id="computed_dots",

@@ -219,6 +219,7 @@ def test_the_vote_of_an_exponent_is_covered_by_the_stored_norm(q, k):
 # Reals and rounding
 
 
+@settings(deadline=None)
 @given(a=FRACTIONS, b=FRACTIONS)
 def test_relu_maximum_absolute(a, b, evaluate):
     x, y = real("x"), real("y")
@@ -228,6 +229,7 @@ def test_relu_maximum_absolute(a, b, evaluate):
     assert evaluate(absolute(x).text, environment) == abs(a)
 
 
+@settings(deadline=None)
 @given(value=st.integers(1, 2**62 - 1))
 @example(value=(1 << 25) | 1)
 @example(value=(1 << 25) | 2)
@@ -241,7 +243,7 @@ def test_round_nearest_even(value, evaluate, bits):
         assert rounded == Fraction(float(nearest_float32(Fraction(value))))
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(a=FLOAT_BITS, b=FLOAT_BITS, c=FLOAT_BITS)
 def test_fused_multiply_add_meets_the_premises_of_rounding_error(a, b, c, evaluate):
     x, y, z = (as_float32(raw) for raw in (a, b, c))
@@ -264,6 +266,7 @@ def test_fused_multiply_add_meets_the_premises_of_rounding_error(a, b, c, evalua
     assert evaluate(statement.claim.text, environment)
 
 
+@settings(deadline=None)
 @given(raw=FLOAT_BITS)
 def test_successor(raw, evaluate, bits):
     for pattern in (raw, *EDGE_BITS):
@@ -276,6 +279,7 @@ def test_successor(raw, evaluate, bits):
         assert found > value
 
 
+@settings(deadline=None)
 @given(value=st.floats(allow_nan=False, allow_infinity=False, width=64, min_value=-3e38, max_value=3e38))
 def test_round_up_float32_meets_the_lemma(value, evaluate, bits):
     # The reference's own upward rounding is the `up` of the lemma.
@@ -290,6 +294,7 @@ def test_round_up_float32_meets_the_lemma(value, evaluate, bits):
     assert round_up_float32(Fraction(value)) == stepped
 
 
+@settings(deadline=None)
 @given(raw=st.integers(0x00800000, 0x7F000000))
 @example(raw=0x00800000)
 @example(raw=0x3FFFFFFF)
@@ -348,6 +353,7 @@ def test_row_magnitude_names_the_same_sums():
 # The order
 
 
+@settings(deadline=None)
 @given(a=FLOAT_BITS, b=FLOAT_BITS)
 def test_order_key_sorts_as_the_value(a, b, evaluate, bits):
     text = order_key(bits_term("s", 32)).text
@@ -359,6 +365,7 @@ def test_order_key_sorts_as_the_value(a, b, evaluate, bits):
         assert (key_x == key_y) == bool(as_float32(x) == as_float32(y))
 
 
+@settings(deadline=None)
 @given(scores=st.lists(st.sampled_from(EDGE_BITS) | FLOAT_BITS, min_size=1, max_size=12), topk=st.integers(0, 14))
 @example(scores=[1 << 31, 0, 1 << 31, 0], topk=2)
 def test_exact_topk_follows_the_encoded_order(scores, topk, evaluate, bits):

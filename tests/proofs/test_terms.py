@@ -50,6 +50,7 @@ def test_widths_follow_the_operations():
     [
         lambda: real("x") + integer("i"),
         lambda: boolean("p") + 1,
+        lambda: terms.equal(boolean("p"), 1),
         lambda: boolean("p") + boolean("q"),
         lambda: boolean("p") < boolean("q"),
         lambda: integer("i") + Fraction(1, 2),

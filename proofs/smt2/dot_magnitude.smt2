@@ -1,0 +1,17 @@
+; dot_magnitude: A computed dot has |d_y| <= mag(y) n with mag(y) = ||y|| + D(y), and so has its relu.
+; The negated claim: unsat means proved.
+(set-logic QF_NRA)
+(declare-const computed Real)
+(declare-const error Real)
+(declare-const exact Real)
+(declare-const key_norm Real)
+(declare-const n Real)
+(declare-const vector_norm Real)
+(assert (>= vector_norm 0.0))
+(assert (>= key_norm 0.0))
+(assert (>= error 0.0))
+(assert (<= key_norm n))
+(assert (<= (ite (>= exact 0.0) exact (- exact)) (* vector_norm key_norm)))
+(assert (<= (ite (>= (- computed exact) 0.0) (- computed exact) (- (- computed exact))) (* error n)))
+(assert (not (and (<= (ite (>= computed 0.0) computed (- computed)) (* (+ vector_norm error) n)) (<= (ite (> computed 0.0) computed 0.0) (* (+ vector_norm error) n)))))
+(check-sat)
