@@ -163,6 +163,8 @@ def directed_cases() -> Iterator[Case]:
     for weights in Weights:
         if weights is not base.weights:
             yield change(base, seed=3, weights=weights)
+    # All heads inactive and all weights negative: every score is -0.0.
+    yield change(base, seed=3, values=Values.ZERO_FLOOD, weights=Weights.NEGATIVE)
     yield change(base, seed=4, scales=Scales.FLOATS, columns=32)
     yield change(base, seed=5, scales=Scales.EXTREME, columns=8)
     yield change(base, seed=6, windows=Windows.RAGGED, strided=True, specials=(Special.POISON,))
