@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import ml_dtypes
 import numpy as np
-import pytest
 
 from dosa_ref.problem import PrefillProblem
 
@@ -47,40 +45,35 @@ def random_codes(rng: np.random.Generator, shape: tuple[int, ...], family: str) 
 FAMILIES = ("all_patterns", "finite", "subnormal", "sparse", "gaussian", "one_huge", "cancelling")
 
 
-@pytest.fixture
-def make_problem() -> Callable[..., PrefillProblem]:
-    """Factory of problems with correlated heads and keys, so that bounds have something to bite on."""
-
-    def make(
-        seed: int = 0,
-        rows: int = 3,
-        keys: int = 200,
-        heads: int = 32,
-        topk: int = 16,
-        rank: int = 6,
-        windows: list[tuple[int, int]] | None = None,
-        integer_values: bool = False,
-    ) -> PrefillProblem:
-        rng = np.random.default_rng(seed)
-        basis = rng.standard_normal((rank, 128))
-        q = rng.standard_normal((rows, heads, rank)) @ basis + 0.2 * rng.standard_normal((rows, heads, 128))
-        k = rng.standard_normal((keys, rank)) @ basis + 0.3 * rng.standard_normal((keys, 128))
-        k_scale = np.exp2(rng.integers(-3, 2, keys)).astype(np.float32)
-        weights = rng.standard_normal((rows, heads)).astype(np.float32)
-        if integer_values:  # few distinct scores: many ties
-            q, k = np.sign(q) * (rng.random(q.shape) < 0.05), np.sign(k) * (rng.random(k.shape) < 0.05)
-            k_scale = np.ones(keys, np.float32)
-            weights = np.round(weights).astype(np.float32)
-        if windows is None:
-            windows = [(0, keys)] * rows
-        return PrefillProblem(
-            q=encode(8 * q if not integer_values else q),
-            k=encode(8 * k if not integer_values else k),
-            k_scale=k_scale,
-            weights=weights,
-            cu_seqlen_ks=np.array([w[0] for w in windows], np.int32),
-            cu_seqlen_ke=np.array([w[1] for w in windows], np.int32),
-            topk=topk,
-        )
-
-    return make
+def make_problem(
+    seed: int = 0,
+    rows: int = 3,
+    keys: int = 200,
+    heads: int = 32,
+    topk: int = 16,
+    rank: int = 6,
+    windows: list[tuple[int, int]] | None = None,
+    integer_values: bool = False,
+) -> PrefillProblem:
+    """A problem with correlated heads and keys, so that bounds have something to bite on."""
+    rng = np.random.default_rng(seed)
+    basis = rng.standard_normal((rank, 128))
+    q = rng.standard_normal((rows, heads, rank)) @ basis + 0.2 * rng.standard_normal((rows, heads, 128))
+    k = rng.standard_normal((keys, rank)) @ basis + 0.3 * rng.standard_normal((keys, 128))
+    k_scale = np.exp2(rng.integers(-3, 2, keys)).astype(np.float32)
+    weights = rng.standard_normal((rows, heads)).astype(np.float32)
+    if integer_values:  # few distinct scores: many ties
+        q, k = np.sign(q) * (rng.random(q.shape) < 0.05), np.sign(k) * (rng.random(k.shape) < 0.05)
+        k_scale = np.ones(keys, np.float32)
+        weights = np.round(weights).astype(np.float32)
+    if windows is None:
+        windows = [(0, keys)] * rows
+    return PrefillProblem(
+        q=encode(8 * q if not integer_values else q),
+        k=encode(8 * k if not integer_values else k),
+        k_scale=k_scale,
+        weights=weights,
+        cu_seqlen_ks=np.array([w[0] for w in windows], np.int32),
+        cu_seqlen_ke=np.array([w[1] for w in windows], np.int32),
+        topk=topk,
+    )

@@ -1,4 +1,4 @@
-"""The score: the fused operation, head order, special values, scalar form against twin, one contract against the other."""
+"""The score: fused operation, head order, special values, scalar form against twin, one contract against the other."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from dosa_ref.scorer import (
     scores_sm90,
 )
 from dosa_ref.spec import HEAD_CHAIN_ULPS, Contract, UnsupportedConfiguration
-from tests.ref.conftest import FAMILIES, encode, random_codes
+from tests.ref.conftest import FAMILIES, encode, make_problem, random_codes
 
 U = Fraction(1, 2**24)
 
@@ -232,7 +232,7 @@ def test_padding_of_heads():
         padded_num_heads(65)
 
 
-def test_rows_of_a_problem(make_problem):
+def test_rows_of_a_problem():
     problem = make_problem(rows=3, keys=9000, windows=[(0, 9000), (8190, 8200), (5, 5)])
     for row in range(3):
         ks, ke = problem.window(row)

@@ -12,11 +12,12 @@ import safetensors.numpy
 from dosa_ref.select import result_hash, select_dense
 from dosa_ref.spec import InvalidProblem
 from dosa_ref.trace import load_result, load_trace, save_result, save_trace
+from tests.ref.conftest import make_problem
 
 FIELDS = ("q", "k", "k_scale", "weights", "cu_seqlen_ks", "cu_seqlen_ke")
 
 
-def test_trace_round_trip(tmp_path, make_problem):
+def test_trace_round_trip(tmp_path):
     problem = make_problem(rows=2, keys=30, windows=[(3, 30), (0, 7)])
     path = tmp_path / "a.safetensors"
     save_trace(path, problem, {"text": "made up", "topk": "overwritten"})
@@ -29,14 +30,14 @@ def test_trace_round_trip(tmp_path, make_problem):
     assert [p.name for p in tmp_path.iterdir()] == ["a.safetensors"]
 
 
-def test_strided_arrays_are_written_in_order(tmp_path, make_problem):
+def test_strided_arrays_are_written_in_order(tmp_path):
     problem = make_problem(rows=4, keys=20)
     part = problem.rows(1, 3)
     save_trace(tmp_path / "a", part)
     assert load_trace(tmp_path / "a").problem.q.tobytes() == np.ascontiguousarray(part.q).tobytes()
 
 
-def test_result_round_trip(tmp_path, make_problem):
+def test_result_round_trip(tmp_path):
     selection = select_dense(make_problem(rows=2, keys=10))
     path = tmp_path / "r.safetensors"
     save_result(path, selection.topk_indices, selection.scores, {"mode": "both"})
@@ -74,7 +75,7 @@ def rewrite(path: Path, header=None, **tensors) -> None:
         ("cu_seqlen_ks", {}, {"cu_seqlen_ks": np.array([-1, 1, 1], np.int32)}),
     ],
 )
-def test_a_wrong_trace_names_the_field(tmp_path, make_problem, field, header, tensors):
+def test_a_wrong_trace_names_the_field(tmp_path, field, header, tensors):
     path = tmp_path / "a.safetensors"
     save_trace(path, make_problem(rows=3, keys=30))
     rewrite(path, header, **tensors)
@@ -84,7 +85,7 @@ def test_a_wrong_trace_names_the_field(tmp_path, make_problem, field, header, te
 
 
 @pytest.mark.parametrize("cut", [0, 4, 100, 600, -1])
-def test_truncated_files(tmp_path, make_problem, cut):
+def test_truncated_files(tmp_path, cut):
     path = tmp_path / "a.safetensors"
     save_trace(path, make_problem(keys=30))
     path.write_bytes(path.read_bytes()[:cut])
@@ -107,7 +108,7 @@ def test_foreign_files(tmp_path):
         load_trace(arrays)
 
 
-def test_a_trace_is_no_result(tmp_path, make_problem):
+def test_a_trace_is_no_result(tmp_path):
     save_trace(tmp_path / "a", make_problem(keys=30))
     with pytest.raises(InvalidProblem, match="schema"):
         load_result(tmp_path / "a")
@@ -134,7 +135,7 @@ def test_wrong_results(tmp_path, field, indices, scores):
     assert caught.value.field == field
 
 
-def test_a_failed_write_leaves_nothing(tmp_path, make_problem):
+def test_a_failed_write_leaves_nothing(tmp_path):
     problem = make_problem(keys=30)
     with pytest.raises(InvalidProblem, match="file"):
         save_trace(tmp_path / "no" / "such" / "folder" / "a", problem)
