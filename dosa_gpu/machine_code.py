@@ -43,6 +43,8 @@ def ptx_faults(ptx: str) -> list[str]:
         faults.append(f"{len(steps)} FP8 wgmma instructions, not a multiple of {STEPS_PER_DOT}")
     if any("mma.sync" in line for line in lines):
         faults.append("mma.sync beside wgmma: other bits")
+    if re.search(r"\.ftz\b", ptx):
+        faults.append("an instruction that flushes subnormals to zero")
     for first in range(0, len(steps) - len(steps) % STEPS_PER_DOT, STEPS_PER_DOT):
         chain = steps[first : first + STEPS_PER_DOT]
         if len({match.group(1) for _, match in chain}) != 1:

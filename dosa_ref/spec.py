@@ -65,6 +65,9 @@ FLOAT64_SLACK_LOG2: Final = -40
 OUTWARD_LOG2: Final = -20
 """``x * (1 + 2**OUTWARD_LOG2)`` in float32 absorbs 15 roundings of a normal, non-negative ``x``."""
 
+NORM_OUTWARD_LOG2: Final = -16
+"""A float32 key norm is multiplied by ``1 + 2**NORM_OUTWARD_LOG2``: covers the rounding of 128 squares and the root."""
+
 SLACK_FLOOR_LOG2: Final = -70
 """log2 of what is added to every row's slack: covers underflow in the head chain and in the bound."""
 
@@ -91,6 +94,7 @@ GUARD_CONSTANTS: Final[dict[str, str]] = {
     "BOUND_CHAIN_ULPS": str(BOUND_CHAIN_ULPS),
     "FLOAT64_SLACK_LOG2": str(FLOAT64_SLACK_LOG2),
     "OUTWARD_LOG2": str(OUTWARD_LOG2),
+    "NORM_OUTWARD_LOG2": str(NORM_OUTWARD_LOG2),
     "SLACK_FLOOR_LOG2": str(SLACK_FLOOR_LOG2),
     "KEY_SCALE_LOG2_MIN": str(KEY_SCALE_LOG2_MIN),
     "KEY_SCALE_LOG2_MAX": str(KEY_SCALE_LOG2_MAX),

@@ -49,12 +49,12 @@ def launch_key_norms(k, k_scale, norm, scale) -> None:
         k_scale: ``[num_keys]`` float32.
         norm, scale: ``[num_keys]`` float32, written.
 
-    Exactness: enclosure (128 roundings of 2^-24 and a factor 1 + 2^-16).
+    Exactness: enclosure (128 roundings of 2^-24 and an outward factor, lemma ``key_norm``).
     """
     num_keys = k.shape[0]
     keys = tile_keys(k.device.type, num_keys)
     _key_norms_kernel[(triton.cdiv(num_keys, keys),)](
         k.view(torch.uint8), k_scale, norm, scale, num_keys,
-        SCALE_MIN=2.0**spec.KEY_SCALE_LOG2_MIN, SCALE_MAX=2.0**spec.KEY_SCALE_LOG2_MAX, OUTWARD=1.0 + 2.0**-16,
+        SCALE_MIN=2.0**spec.KEY_SCALE_LOG2_MIN, SCALE_MAX=2.0**spec.KEY_SCALE_LOG2_MAX, OUTWARD=1.0 + 2.0**spec.NORM_OUTWARD_LOG2,
         KEYS=keys, num_warps=4,
     )  # fmt: skip

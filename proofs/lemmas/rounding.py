@@ -225,6 +225,25 @@ def _underflow_total(constants: Constants, scale: Term) -> Term:
     return 2 * HALF_SUBNORMAL * (products * scale + 5)
 
 
+def _key_norm(constants: Constants) -> Statement:
+    # squares: the exact sum of 128 squares, each exact in float32; total: their float32 sum in any order; root and norm:
+    # its rounded root, and that times the outward factor.
+    squares, total, root, norm = reals("squares total root norm")
+    u = constants["FLOAT32_UNIT"]
+    outward = 1 + Fraction(2) ** int(constants["NORM_OUTWARD_LOG2"])
+    return Statement(
+        logic="QF_NRA",
+        premises=(
+            squares >= 0,
+            root >= 0,
+            total >= (1 - constants["HEAD_DIM"] * u) * squares,
+            root * root >= (1 - u) * (1 - u) * total,
+            norm >= (1 - u) * outward * root,
+        ),
+        claim=norm * norm >= squares,
+    )
+
+
 def _slack_floor(constants: Constants, *, bounded_scale: bool = True) -> Statement:
     scale, n = reals("scale n")
     floor = Fraction(2) ** int(constants["SLACK_FLOOR_LOG2"])
@@ -451,6 +470,15 @@ LEMMAS = (
             Mutant(id="no_diagonal", broken="cover without the squares", build=partial(_gram_rounding, diagonal=False)),
         ),
         note="Inner products may cancel; `norm_sum` and the diagonal of the Gram matrix bound them all the same.",
+    ),
+    Lemma(
+        id="key_norm",
+        statement="The float32 norm of a key, times 1 + 2^NORM_OUTWARD_LOG2, is at least ||k~||.",
+        theme=THEME,
+        build=_key_norm,
+        constants=("FLOAT32_UNIT", "HEAD_DIM", "NORM_OUTWARD_LOG2"),
+        speaks_of=("dosa_ref.bound.key_norms",),
+        mutants=(Mutant(id="too_small", broken="2^-19", constants={"NORM_OUTWARD_LOG2": Fraction(-19)}),),
     ),
     Lemma(
         id="slack_floor",

@@ -214,7 +214,9 @@ class TestKeyNorms:
         same_bits(bound_scale[usable], scale[usable])
         assert (norm[:2] == 0.0).all()
         for key in usable:
-            raised = [max(abs(formats.decode_e4m3(int(code))), formats.decode_e4m3(8)) for code in k[key] if code & 0x7F]
+            raised = [
+                max(abs(formats.decode_e4m3(int(code))), formats.decode_e4m3(8)) for code in k[key] if code & 0x7F
+            ]
             squared = sum((value * value for value in raised), Fraction(0))
             norm_squared = Fraction(float(norm[key])) ** 2
             assert squared <= norm_squared <= squared * (1 + Fraction(1, 2**14))

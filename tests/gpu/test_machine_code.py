@@ -18,7 +18,7 @@ from dosa_ref.spec import UnsupportedConfiguration
 ROOT = Path(__file__).parents[2]
 OLD_TRITON = Path(os.environ.get("DOSA_TRITON_360", ROOT / ".venv" / "triton-3.6.0"))
 
-PLANTED = '''
+PLANTED = """
 import triton, triton.language as tl
 
 @triton.jit
@@ -38,9 +38,9 @@ def planted(q_ptr, k_ptr, out_ptr, ROWS: tl.constexpr, KIND: tl.constexpr):
             qp = tl.load(q_ptr + column[:, None] * 128 + inner[None, :])
             acc += tl.dot(kp, tl.trans(qp))
     tl.store(out_ptr + row[:, None] * 64 + column[None, :], acc)
-'''
+"""
 
-COMPILE_PLANTED = '''
+COMPILE_PLANTED = """
 import importlib.util, json, sys
 spec = importlib.util.spec_from_file_location("planted", sys.argv[1])
 module = importlib.util.module_from_spec(spec)
@@ -50,7 +50,7 @@ constants = {"ROWS": int(sys.argv[2]), "KIND": int(sys.argv[3])}
 compiled = ahead_of_time.compile_kernel(module.planted, constants, {"num_warps": int(sys.argv[4])})
 text = machine_code.sass(compiled.asm["cubin"])
 print(json.dumps([machine_code.ptx_faults(compiled.asm["ptx"]), machine_code.sass_faults(text)]))
-'''
+"""
 
 
 def compiler_process(version, *arguments):
@@ -138,6 +138,7 @@ def test_the_run_time_check_refuses_and_remembers():
         "rounding inside": [chain[0], "add.f32 %f1, %f2, %f3;", *chain[1:]],
         "start once from zero": [step("0")] * 4,
         "changes its accumulator": [*chain[:3], step("%p1", "{%r3, %r4}")],
+        "flushes subnormals": [*chain, "add.ftz.f32 %f1, %f2, %f3;"],
         "another format": [*chain, "wgmma.mma_async.sync.aligned.m64n128k16.f32.f16.f16 {%r1}, %rd1, %rd2, 0, 1, 1;"],
     }
     for fault, lines in bad.items():

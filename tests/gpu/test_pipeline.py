@@ -1,0 +1,319 @@
+"""The selection as a whole, through the public entry point: every path and mode against the reference, bit for bit."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from dosa_gpu import api, pipeline, plan
+from dosa_gpu.plan import Path
+from dosa_ref import select
+from dosa_ref.problem import PrefillProblem
+from dosa_ref.spec import InvalidProblem, Mode, UnsupportedConfiguration
+from dosa_verify.fuzz.cases import Case, Special, Values, Weights, Windows, build
+
+PATHS = [(Path.DENSE, Mode.BASE), *((Path.DOSA, mode) for mode in Mode)]
+PATH_IDS = ["dense", *(mode.value for mode in Mode)]
+
+
+def tensors(problem, device):
+    def fp8(array):
+        return torch.from_numpy(np.ascontiguousarray(array).view(np.uint8)).to(device).view(torch.float8_e4m3fn)
+
+    plain = (problem.k_scale, problem.weights, problem.cu_seqlen_ks, problem.cu_seqlen_ke)
+    return fp8(problem.q), fp8(problem.k), *(torch.from_numpy(array.copy()).to(device) for array in plain)
+
+
+def run(problem, device, path=Path.DOSA, mode=Mode.BOTH, **options):
+    return api.select_prefill(*tensors(problem, device), problem.topk, path=path, mode=mode, **options)
+
+
+def assert_equals_reference(selection, problem):
+    want = select.select_dense(problem)
+    np.testing.assert_array_equal(selection.topk_indices.cpu().numpy(), want.topk_indices)
+    got_bits = selection.scores.cpu().numpy().view(np.uint32)
+    np.testing.assert_array_equal(got_bits, want.scores.view(np.uint32))
+
+
+LEARNED = Case(seed=3, num_heads=32, rows=12, keys=1500, topk=20, values=Values.LEARNED, columns=16)
+
+
+@pytest.mark.parametrize(("path", "mode"), PATHS, ids=PATH_IDS)
+class TestAllPaths:
+    def test_most_rows_of_a_learned_problem_are_pruned_and_exact(self, path, mode, device):
+        problem = build(LEARNED)
+        selection = run(problem, device, path, mode, columns=16)
+        assert_equals_reference(selection, problem)
+        stats = selection.stats
+        assert stats.path == path.value
+        pruning = path is Path.DOSA and mode in (Mode.PRUNE, Mode.BOTH)
+        assert all(stats.row_pruned) == pruning
+        assert (stats.prune_rate > 0.3) == pruning, stats.prune_rate
+        assert stats.fallback == {}
+
+    @pytest.mark.parametrize("windows", [Windows.RAGGED, Windows.SHORT, Windows.CAUSAL])
+    def test_windows(self, path, mode, windows, device):
+        case = dataclasses.replace(LEARNED, windows=windows, rows=14, keys=700, num_heads=64)
+        problem = build(case)
+        assert_equals_reference(run(problem, device, path, mode, columns=8), problem)
+
+    @pytest.mark.parametrize("special", list(Special))
+    def test_special_values(self, path, mode, special, device):
+        case = dataclasses.replace(LEARNED, specials=(special,), rows=4, keys=400, windows=Windows.RAGGED)
+        problem = build(case)
+        assert_equals_reference(run(problem, device, path, mode), problem)
+
+    def test_a_full_survivor_buffer_drops_nothing(self, path, mode, device):
+        problem = build(dataclasses.replace(LEARNED, values=Values.NORMAL, rows=6))
+        selection = run(problem, device, path, mode, survivor_capacity=30)
+        assert_equals_reference(selection, problem)
+        overflowed = selection.stats.fallback.get("survivor_overflow", [])
+        assert (len(overflowed) > 0) == (path is Path.DOSA and mode is not Mode.BASE)
+
+    def test_few_heads_are_padded(self, path, mode, device):
+        problem = build(dataclasses.replace(LEARNED, num_heads=20, rows=3, keys=300))
+        assert_equals_reference(run(problem, device, path, mode), problem)
+
+    def test_a_small_workspace_means_more_blocks_not_other_keys(self, path, mode, device):
+        problem = build(dataclasses.replace(LEARNED, rows=40, keys=5000))
+        small = run(problem, device, path, mode, workspace_bytes=12 * 2**20)
+        assert small.stats.workspace_bytes <= 12 * 2**20
+        assert_equals_reference(small, problem)
+
+    def test_empty_shapes(self, path, mode, device):
+        problem = build(LEARNED)
+        none = problem.rows(0, 0)
+        assert run(none, device, path, mode).topk_indices.shape == (0, problem.topk)
+        zero = dataclasses.replace(problem, topk=0)
+        assert run(zero, device, path, mode).topk_indices.shape == (len(problem.q), 0)
+        nothing = dataclasses.replace(
+            problem, k=problem.k[:0], k_scale=problem.k_scale[:0], cu_seqlen_ke=np.zeros_like(problem.cu_seqlen_ke)
+        )
+        got = run(nothing, device, path, mode)
+        assert (got.topk_indices == -1).all()
+        assert (got.scores == -torch.inf).all()
+
+    def test_an_inverted_window_is_an_empty_row(self, path, mode, device):
+        problem = build(dataclasses.replace(LEARNED, rows=3, keys=300))
+        ks, ke = problem.cu_seqlen_ks.copy(), problem.cu_seqlen_ke.copy()
+        ks[1], ke[1] = 200, 100
+        problem = dataclasses.replace(problem, cu_seqlen_ks=ks, cu_seqlen_ke=ke)
+        assert_equals_reference(run(problem, device, path, mode), problem)
+
+    def test_tensors_that_are_not_contiguous(self, path, mode, device):
+        problem = build(dataclasses.replace(LEARNED, rows=4, keys=300))
+        strided = []
+        for tensor in tensors(problem, device):
+            raw = tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+            wide = torch.full((*raw.shape[:-1], 2 * raw.shape[-1]), 127 if raw.dtype == torch.uint8 else 0).to(raw)
+            wide[..., ::2] = raw
+            strided.append(
+                wide[..., ::2].view(tensor.dtype) if raw.dtype != torch.uint8 else wide.view(tensor.dtype)[..., ::2]
+            )
+        assert not any(part.is_contiguous() for part in strided)
+        selection = api.select_prefill(*strided, problem.topk, path=path, mode=mode)
+        assert_equals_reference(selection, problem)
+
+
+class TestStats:
+    def test_short_rows_are_scored_densely_and_say_so(self, device):
+        problem = build(dataclasses.replace(LEARNED, windows=Windows.SHORT, rows=6, keys=400))
+        stats = run(problem, device).stats
+        length = problem.cu_seqlen_ke - problem.cu_seqlen_ks
+        assert stats.fallback["short_row"] == np.flatnonzero((length > 0) & (length <= 20)).tolist()
+        assert [row for row in range(6) if stats.row_pruned[row]] == np.flatnonzero(length > 20).tolist()
+
+    def test_rows_that_the_bound_cannot_serve(self, device):
+        problem = build(dataclasses.replace(LEARNED, rows=4))
+        q, weights, scale = problem.q.copy(), problem.weights.copy(), problem.k_scale.copy()
+        q.view(np.uint8)[0, 3, 9] = 0x7F
+        weights[1] *= np.float32(2.0**80)
+        problem = dataclasses.replace(problem, q=q, weights=weights, k_scale=scale)
+        selection = run(problem, device)
+        assert_equals_reference(selection, problem)
+        assert selection.stats.fallback == {"non_finite_row": [0], "row_magnitude": [1]}
+        assert selection.stats.row_prune_rate[:2] == [0.0, 0.0]
+
+    def test_all_keys_nan_leaves_no_seed(self, device):
+        problem = build(dataclasses.replace(LEARNED, rows=2, keys=200))
+        problem = dataclasses.replace(problem, k_scale=np.full_like(problem.k_scale, np.nan))
+        selection = run(problem, device)
+        assert (selection.topk_indices == -1).all()
+        assert selection.stats.fallback == {"too_few_seeds": [0, 1]}
+
+    def test_rates_count_seeds_as_rescored(self, device):
+        problem = build(LEARNED)
+        stats = run(problem, device, columns=16).stats
+        sizes = plan.plan_prefill(
+            num_heads=32,
+            num_keys=1500,
+            topk=20,
+            mode=Mode.BOTH,
+            columns=16,
+            workspace_bytes=2**30,
+            survivor_capacity=None,
+        )
+        want = [max(1 - (sizes.seed_budget + survivors) / 1500, 0) for survivors in stats.survivors]
+        np.testing.assert_allclose(stats.row_prune_rate, want, rtol=1e-12)
+        np.testing.assert_allclose(stats.prune_rate, np.mean(want), rtol=1e-12)
+
+
+class TestFaultsInside:
+    """What the pipeline does when a stage goes wrong: the row is recomputed, never a key lost."""
+
+    def test_tau_too_high_is_noticed_and_the_row_recomputed(self, device, monkeypatch):
+        problem = build(LEARNED)
+        plain = pipeline.RunningTopK.kth
+        calls = []
+
+        def first_is_too_high(self):
+            tau = plain(self)
+            calls.append(1)
+            # The seeds' tau is asked for first in each block; make it better than any key.
+            return tau + tau.abs() * 100 if len(calls) == 1 else tau
+
+        monkeypatch.setattr(pipeline.RunningTopK, "kth", first_is_too_high)
+        selection = run(problem, device)
+        assert_equals_reference(selection, problem)
+        assert selection.stats.fallback["threshold_not_met"] == list(range(8))
+
+    def test_a_bound_without_its_slack_loses_keys(self, device, monkeypatch):
+        # The mutant that the whole guard is for: if this passed, the tests above would prove nothing.
+        problem = build(LEARNED)
+        plain = pipeline.prepare_rows
+
+        def no_slack(*arguments):
+            constants = plain(*arguments)
+            shrunk = torch.where(constants.linear, constants.coefficients, constants.coefficients * 0.2)
+            return dataclasses.replace(constants, slack=torch.zeros_like(constants.slack), coefficients=shrunk)
+
+        monkeypatch.setattr(pipeline, "prepare_rows", no_slack)
+        monkeypatch.setattr(pipeline.RunningTopK, "kth", lambda self: torch.zeros_like(self.now[1][:, 0]))
+        selection = run(problem, device)
+        assert selection.topk_indices.tolist() != select.select_dense(problem).topk_indices.tolist()
+
+
+class TestChoices:
+    def test_automatic_path(self, device):
+        long_rows = build(LEARNED)
+        assert run(long_rows, device, Path.AUTO).stats.path == "dosa"
+        short_rows = dataclasses.replace(long_rows, topk=400)
+        selection = run(short_rows, device, Path.AUTO)
+        assert selection.stats.path == "dense"
+        assert_equals_reference(selection, short_rows)
+
+    def test_automatic_path_gives_up_on_a_slack_bound(self, device):
+        problem = build(dataclasses.replace(LEARNED, values=Values.NORMAL))
+        selection = run(problem, device, Path.AUTO)
+        assert selection.stats.fallback["slack_bound"] == [8, 9, 10, 11]
+        assert_equals_reference(selection, problem)
+        assert "slack_bound" not in run(problem, device, Path.DOSA).stats.fallback
+
+    def test_hints_raise_tau_and_change_nothing_else(self, device):
+        problem = build(LEARNED).rows(0, 1)
+        plain = run(problem, device)
+        winners = plain.topk_indices[0][plain.topk_indices[0] >= 0]
+        more = torch.cat([winners, torch.tensor([1499, 1498, 7], dtype=torch.int32, device=device)])
+        hinted = run(problem, device, hint_indices=more)
+        assert_equals_reference(hinted, problem)
+        # Hints outside the window must not be used.
+        outside = torch.arange(1500, dtype=torch.int32, device=device)
+        moved = dataclasses.replace(problem, cu_seqlen_ks=np.array([900], np.int32))
+        assert_equals_reference(run(moved, device, hint_indices=outside), moved)
+
+    def test_seeds_are_distinct_visible_and_enough(self, random, device):
+        ks = torch.tensor([0, 5, 100, 40, 0], dtype=torch.int32, device=device)
+        ke = torch.tensor([1000, 65, 161, 40, 61], dtype=torch.int32, device=device)
+        hints = torch.from_numpy(random.permutation(1000)[:60].astype(np.int32)).to(device)
+        for given in (None, hints):
+            seed, count = pipeline.choose_seeds(ks, ke, 60, given)
+            for row in range(5):
+                found = seed[row, : count[row]].tolist()
+                assert found == sorted(set(found))
+                assert all(ks[row] <= key < ke[row] for key in found)
+                assert len(found) >= min(45, ke[row] - ks[row])
+
+    def test_progress_ends_at_the_number_of_rows(self, device):
+        seen = []
+        run(build(LEARNED), device, on_progress=lambda done, rows: seen.append((done, rows)))
+        assert seen == [(8, 12), (12, 12)]
+
+    def test_the_registered_operator(self, device):
+        from dosa_gpu import ops  # noqa: F401
+
+        problem = build(LEARNED)
+        indices, scores = torch.ops.dosa.prefill_topk(*tensors(problem, device), problem.topk)
+        assert_equals_reference(
+            api.Selection(topk_indices=indices, scores=scores, stats=run(problem, device).stats), problem
+        )
+        with torch._subclasses.FakeTensorMode() as fake:
+            shaped = [fake.from_tensor(part) for part in tensors(problem, "cpu")]
+            index, score = torch.ops.dosa.prefill_topk(*shaped, problem.topk)
+        assert (index.shape, index.dtype, score.dtype) == ((12, 20), torch.int32, torch.float32)
+
+    def test_the_same_bits_every_time_and_at_any_place_in_a_batch(self, device):
+        problem = build(dataclasses.replace(LEARNED, values=Values.FEW_KEYS))
+        first, second = run(problem, device), run(problem, device)
+        assert torch.equal(first.topk_indices, second.topk_indices)
+        alone = run(problem.rows(10, 11), device)
+        assert torch.equal(alone.topk_indices[0], first.topk_indices[10])
+
+
+BAD = {
+    "q": lambda p: {"q": p.q.astype(np.float32)},
+    "weights": lambda p: {"weights": p.weights[:, :-1]},
+    "k": lambda p: {"k": p.k[:, :64]},
+    "k_scale": lambda p: {"k_scale": p.k_scale[:-1]},
+    "cu_seqlen_ks": lambda p: {"cu_seqlen_ks": p.cu_seqlen_ks - 1},
+    "cu_seqlen_ke": lambda p: {"cu_seqlen_ke": p.cu_seqlen_ke + 1},
+}
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("field", BAD)
+    def test_names_the_field(self, field, device):
+        problem = build(dataclasses.replace(LEARNED, rows=2, keys=100))
+        arrays = {name: getattr(problem, name) for name in PrefillProblem.__dataclass_fields__ if name != "topk"}
+        arrays.update(BAD[field](problem))
+        given = {}
+        for name, array in arrays.items():
+            bits = torch.from_numpy(
+                np.ascontiguousarray(array).view(np.uint8) if array.dtype == problem.q.dtype else array
+            )
+            given[name] = (
+                bits.to(device).view(torch.float8_e4m3fn) if array.dtype == problem.q.dtype else bits.to(device)
+            )
+        with pytest.raises(InvalidProblem) as error:
+            api.select_prefill(**given, topk=5)
+        assert error.value.field == field
+
+    @pytest.mark.parametrize(
+        ("options", "error", "words"),
+        [
+            ({"topk": -1}, InvalidProblem, "topk: got -1"),
+            ({"topk": 2049}, UnsupportedConfiguration, "at most 2048"),
+            ({"topk": 2.5}, InvalidProblem, "topk"),
+            ({"columns": 12}, UnsupportedConfiguration, "columns"),
+            ({"workspace_bytes": 0}, InvalidProblem, "workspace_bytes"),
+            ({"workspace_bytes": 4096}, UnsupportedConfiguration, "needs at least"),
+            ({"survivor_capacity": 0}, InvalidProblem, "survivor_capacity"),
+            ({"hint_indices": torch.ones(3)}, InvalidProblem, "hint_indices"),
+        ],
+    )
+    def test_options(self, options, error, words, device):
+        problem = build(dataclasses.replace(LEARNED, rows=2, keys=100))
+        topk = options.pop("topk", 5) if "topk" in options else 5
+        with pytest.raises(error, match=words):
+            api.select_prefill(*tensors(problem, device), topk, path=Path.DOSA, **options)
+
+    def test_too_many_heads(self, device):
+        problem = build(dataclasses.replace(LEARNED, rows=1, keys=50))
+        q, k, scale, _, ks, ke = tensors(problem, device)
+        many = torch.zeros(1, 65, 128).to(torch.float8_e4m3fn).to(device)
+        with pytest.raises(UnsupportedConfiguration, match="num_heads: got 65"):
+            api.select_prefill(many, k, scale, torch.zeros(1, 65, device=device), ks, ke, 5)
+
+    def test_what_is_not_a_tensor(self, device):
+        with pytest.raises(InvalidProblem, match="q: got list, expected a torch tensor"):
+            api.select_prefill([1], *tensors(build(LEARNED), device)[1:], 5)
