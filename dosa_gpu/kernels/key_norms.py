@@ -55,6 +55,7 @@ def launch_key_norms(k, k_scale, norm, scale) -> None:
     keys = tile_keys(k.device.type, num_keys)
     _key_norms_kernel[(triton.cdiv(num_keys, keys),)](
         k.view(torch.uint8), k_scale, norm, scale, num_keys,
-        SCALE_MIN=2.0**spec.KEY_SCALE_LOG2_MIN, SCALE_MAX=2.0**spec.KEY_SCALE_LOG2_MAX, OUTWARD=1.0 + 2.0**spec.NORM_OUTWARD_LOG2,
+        SCALE_MIN=2.0**spec.KEY_SCALE_LOG2_MIN, SCALE_MAX=2.0**spec.KEY_SCALE_LOG2_MAX,
+        OUTWARD=1.0 + 2.0**spec.NORM_OUTWARD_LOG2,
         KEYS=keys, num_warps=4,
     )  # fmt: skip

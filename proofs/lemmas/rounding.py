@@ -226,8 +226,8 @@ def _underflow_total(constants: Constants, scale: Term) -> Term:
 
 
 def _key_norm(constants: Constants) -> Statement:
-    # squares: the exact sum of 128 squares, each exact in float32; total: their float32 sum in any order; root and norm:
-    # its rounded root, and that times the outward factor.
+    # squares: the exact sum of 128 squares, each exact in float32; total: their float32 sum in any order; root: its
+    # rounded root; norm: that times the outward factor.
     squares, total, root, norm = reals("squares total root norm")
     u = constants["FLOAT32_UNIT"]
     outward = 1 + Fraction(2) ** int(constants["NORM_OUTWARD_LOG2"])

@@ -11,7 +11,7 @@ from dosa_gpu.plan import Path
 from dosa_ref import select
 from dosa_ref.problem import PrefillProblem
 from dosa_ref.spec import InvalidProblem, Mode, UnsupportedConfiguration
-from dosa_verify.fuzz.cases import Case, Special, Values, Weights, Windows, build
+from dosa_verify.fuzz.cases import Case, Special, Values, Windows, build
 
 PATHS = [(Path.DENSE, Mode.BASE), *((Path.DOSA, mode) for mode in Mode)]
 PATH_IDS = ["dense", *(mode.value for mode in Mode)]
@@ -309,7 +309,7 @@ class TestBadInput:
 
     def test_too_many_heads(self, device):
         problem = build(dataclasses.replace(LEARNED, rows=1, keys=50))
-        q, k, scale, _, ks, ke = tensors(problem, device)
+        _, k, scale, _, ks, ke = tensors(problem, device)
         many = torch.zeros(1, 65, 128).to(torch.float8_e4m3fn).to(device)
         with pytest.raises(UnsupportedConfiguration, match="num_heads: got 65"):
             api.select_prefill(many, k, scale, torch.zeros(1, 65, device=device), ks, ke, 5)
