@@ -222,10 +222,10 @@ def test_ties_with_tau_survive_the_strict_test(monkeypatch):
 
 
 def test_a_bound_below_the_score_would_lose_keys(monkeypatch):
-    """The comparison with dense can fail: a tenth of the true bound breaks the selection."""
+    """The comparison with dense can fail: a thousandth of the true bound breaks the selection."""
     problem = make_problem(seed=3, rows=4, keys=600, topk=16)
     honest = select.evaluate
-    monkeypatch.setattr(select, "evaluate", lambda *arguments: honest(*arguments) * np.float32(0.1))
+    monkeypatch.setattr(select, "evaluate", lambda *arguments: honest(*arguments) * np.float32(1e-3))
     got = select_prefill(problem, Mode.BOTH, columns=32)
     assert (got.topk_indices != select_dense(problem).topk_indices).any()
 
