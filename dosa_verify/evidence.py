@@ -44,6 +44,8 @@ EMULATED_ROWS = slice(48, 52)
 RANDOM_ROWS, RANDOM_KEYS = 4096, 131072
 """Random problem on which score bits are compared with DeepGEMM, beside the traces."""
 
+Commit = Annotated[str, typer.Option(help="Commit of these sources, where the folder is not a git checkout.")]
+
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
 
 
@@ -100,9 +102,14 @@ def trace_files(folder: Path) -> Iterator[tuple[str, PrefillProblem]]:
         yield file.stem, trace.load_trace(file).problem
 
 
-def _record(path: Path, kind: str, body: dict[str, Any]) -> None:
+def _record(path: Path, kind: str, commit: str, body: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    header = {"schema": SCHEMA, "kind": kind, "environment": environment.environment()}
+    where = environment.environment()
+    header = {
+        "schema": SCHEMA,
+        "kind": kind,
+        "environment": {**where, "git_commit": where["git_commit"] or commit or None},
+    }
     path.write_text(json.dumps({**header, **body}, indent=1) + "\n", encoding="utf-8")
     typer.echo(str(path), err=True)
 
@@ -126,6 +133,7 @@ def _expected_record(name: str, problem: PrefillProblem, topks: Sequence[int], r
 def reference(
     traces: Annotated[Path, typer.Option(help="Folder of trace files.")],
     out: Annotated[Path, typer.Option(help="File to write.")],
+    commit: Commit = "",
 ) -> None:
     """Hashes that the reference expects, for the case suite and for all rows of the traces."""
     cases = []
@@ -133,7 +141,7 @@ def reference(
         record = _expected_record(case.describe(), build(case), (case.topk,), slice(None))
         cases.append({"case": case.to_json(), **record})
     found = [_expected_record(name, problem, TRACE_TOPKS, EMULATED_ROWS) for name, problem in trace_files(traces)]
-    _record(out, "reference", {"cases": cases, "traces": found})
+    _record(out, "reference", commit, {"cases": cases, "traces": found})
 
 
 def run_variant(
@@ -294,11 +302,12 @@ def emulator(
     known: Annotated[Path, typer.Option("--reference", help="File of the reference command.")] = Path(
         "docs/evidence/reference.json"
     ),
+    commit: Commit = "",
 ) -> None:
     """Case suite and four rows of each trace under the emulator, against the reference's hashes."""
     connect(Device.CPU)
     cases, found, faults = compare(json.loads(known.read_text(encoding="utf-8")), traces, Device.CPU)
-    _record(out, "emulator", {"faults": faults, "cases": cases, "traces": found})
+    _record(out, "emulator", commit, {"faults": faults, "cases": cases, "traces": found})
     raise typer.Exit(1 if faults else 0)
 
 
@@ -309,6 +318,7 @@ def h200(
     known: Annotated[Path, typer.Option("--reference", help="File of the reference command.")] = Path(
         "docs/evidence/reference.json"
     ),
+    commit: Commit = "",
 ) -> None:
     """All of it on a GPU: case suite, all rows of the traces, DeepGEMM's bits, machine code, workspace."""
     connect(Device.CUDA)
@@ -334,7 +344,7 @@ def h200(
         "cases": cases,
         "traces": found,
     }
-    _record(out, "h200", body)
+    _record(out, "h200", commit, body)
     for fault in faults:
         typer.echo(fault, err=True)
     raise typer.Exit(1 if faults else 0)

@@ -230,11 +230,12 @@ def _values(case: Case, random: np.random.Generator) -> tuple[Codes, Codes]:
             return _encode(random.normal(0, 16, q_shape)), _encode(random.normal(0, 16, k_shape))
         case Values.LEARNED:
             # Three directions carry the heads, a fourth is common to all keys; key norms spread over a decade.
-            basis = random.normal(0, 1, (3, HEAD_DIM))
+            # Matrix products of multiples of 1/16 are exact, so that every BLAS builds the same case.
+            basis = _sixteenths(random, (3, HEAD_DIM))
             common = random.normal(0, 1, HEAD_DIM)
-            heads = random.normal(0, 1, (case.num_heads, 3)) @ basis
-            spread = random.lognormal(0, 0.7, (case.keys, 1))
-            parts = random.normal(0, 1, (case.keys, 3)) @ basis
+            heads = _sixteenths(random, (case.num_heads, 3)) @ basis
+            spread = np.ldexp(1.0, np.rint(random.normal(0, 1, (case.keys, 1))).astype(np.int64))
+            parts = _sixteenths(random, (case.keys, 3)) @ basis
             noise_q, noise_k = random.normal(0, 1, q_shape), random.normal(0, 1, k_shape)
             return _encode(20 * heads + noise_q), _encode(12 * common + 16 * spread * parts + 2 * noise_k)
         case Values.FEW_KEYS:
@@ -256,6 +257,11 @@ def _values(case: Case, random: np.random.Generator) -> tuple[Codes, Codes]:
             return _patterns(random, q_shape, FINITE_MAGNITUDES), _patterns(random, k_shape, FINITE_MAGNITUDES)
         case Values.SUBNORMAL:
             return _patterns(random, q_shape, 8), _patterns(random, k_shape, 8)
+
+
+def _sixteenths(random: np.random.Generator, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
+    """Standard normal numbers rounded to multiples of 1/16."""
+    return np.rint(random.normal(0, 16, shape)) / 16
 
 
 def _patterns(random: np.random.Generator, shape: tuple[int, ...], magnitudes: int) -> Codes:

@@ -1,6 +1,7 @@
 """Real traces: the pruned path in all modes, the reference, and an independent sort of the scores, index for index.
 
-The bundled trace is always there. ``DOSA_TRACES`` names a folder of more (files ``dosa.trace/1``); four rows of each are taken.
+The bundled trace is always there. ``DOSA_TRACES`` names a folder of more (files ``dosa.trace/1``); four rows of each
+are taken.
 """
 
 import os
