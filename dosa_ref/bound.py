@@ -4,17 +4,15 @@
 
     U = s * (sum_j c_j psi_j + G * n)          psi_j = max(d_j, 0) for a relu column, d_j for a linear one
 
-with ``d_j`` the computed dot of column ``j`` and the key, ``s`` the key's scale and ``n`` its norm.
-``docs/bound.md`` fixes the
-mathematics. Two forms of one bound:
+with ``d_j`` the computed dot of column ``j`` and the key, ``s`` the key's scale and ``n`` its norm. ``docs/bound.md``
+fixes the mathematics. Two forms of one bound:
 
 - *rounded* (:class:`RowBound`): FP8 columns, float32 coefficients, the guard inside ``G``. This is what a kernel runs.
 - *exact* (:class:`ExactBound`): rational columns and coefficients, no guard. It bounds the exact score; only rho is
 left as slack.
 
 Which heads to retain, how to project and what to aggregate is a heuristic that steers speed. That any such choice is
-sound is what
-:func:`check_row_bound` recomputes in rationals, whoever made it.
+sound is what :func:`check_row_bound` recomputes in rationals, whoever made it.
 """
 
 from __future__ import annotations
@@ -148,11 +146,10 @@ def build_row_bound(
 ) -> RowBound:
     """Choose the columns of one row, round them, and add up the guard.
 
-    All heads with a non-zero weight are retained if they fit. Otherwise: positive heads by ``w ||q||``, one
-    aggregate of the
-    active negative heads, and, where a positive head had to be left out, one linear column (``centred``). What is
-    then left of
-    the budget goes to negative heads by ``|w| ||q||``. Omitted heads are projected by non-negative least squares.
+    All heads with a non-zero weight are retained if they fit. Otherwise: positive heads by ``w ||q||``, one aggregate
+    of the active negative heads, and, where a positive head had to be left out, one linear column (``centred``). What
+    is then left of the budget goes to negative heads by ``|w| ||q||``. Omitted heads are projected by non-negative
+    least squares.
 
     Args:
         q_row: E4M3 ``[H, 128]`` (uint8 codes or float8_e4m3fn), no NaN.
@@ -287,12 +284,10 @@ def key_norms(k: npt.NDArray[Any], k_scale: npt.NDArray[np.float32]) -> npt.NDAr
         float32 ``[n]``.
 
     Exactness: the smallest float32 that is not below the real ``||k~||``. The sum of squares is exact in float64 (a
-        multiple of 2^-18
-        below 2^25), and so is the square of a float32.
+        multiple of 2^-18 below 2^25), and so is the square of a float32.
 
     Special values: +Inf where the key holds a NaN or its scale is outside ``2^-40 .. 2^40`` (NaN, zero and negative
-        included); 0 for a
-        zero key.
+        included); 0 for a zero key.
     """
     values = e4m3_float64(k)
     raised = np.where(values != 0, np.maximum(np.abs(values), float(E4M3_MIN_NORMAL)), 0.0)
@@ -416,8 +411,7 @@ def check_row_bound(
     """Judge a bound that anybody made: does ``slack`` cover what ``docs/bound.md`` asks of its columns?
 
     Everything is recomputed in rationals from the certificate. The check does not ask how the columns were chosen;
-    the term
-    ``float64`` of the guard and the outward factor pay for the maker's own rounding and are not asked for.
+    the term ``float64`` of the guard and the outward factor pay for the maker's own rounding and are not asked for.
 
     Args:
         q_row: E4M3 ``[H, 128]`` (uint8 codes or float8_e4m3fn).

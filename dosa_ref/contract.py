@@ -1,10 +1,8 @@
 """Judging a selection: is it the one that the contract defines, and if not, where and how does it differ?
 
 A row is judged in time linear in its keys, without sorting and without making a selection of one's own: a set of
-``m`` keys is a
-top-m set if and only if its worst member is at least as good as every key outside it. The worst score is the
-certificate; the shared
-tie-break is one more comparison among the keys that have exactly that score.
+``m`` keys is a top-m set if and only if its worst member is at least as good as every key outside it. The worst score
+is the certificate; the shared tie-break is one more comparison among the keys that have exactly that score.
 """
 
 from __future__ import annotations

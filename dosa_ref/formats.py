@@ -1,8 +1,7 @@
 """Number formats: E4M3FN, UE8M0 and float32, decoded, encoded and rounded exactly.
 
 The scalar functions work on integers and rationals and state the format; the array twins call ml_dtypes and are
-tested equal to
-them, exhaustively where the format allows.
+tested equal to them, exhaustively where the format allows.
 
 ==========  =========================  ==========  ============================  =================  =====
 format      bits                       bias        largest                       smallest           NaN
@@ -167,8 +166,7 @@ def ceil_ue8m0(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
     Exactness: exact for ``2^-126 <= value <= 2^127``.
 
     Special values: positive values below ``2^-126`` (zero included) give code 1; values above ``2^127``, Inf and NaN
-        give 255 (NaN).
-        The sign is not looked at.
+        give 255 (NaN). The sign is not looked at.
 
     Source: DeepGEMM ``ceil_to_ue8m0``, without its upper clamp.
     """
@@ -206,8 +204,7 @@ def nearest_float32(value: Fraction) -> np.float32:
     Exactness: exact, one rounding, subnormals included.
 
     Special values: 0 gives +0.0, a negative value that rounds to zero gives -0.0; overflow gives +-Inf, as IEEE 754
-        does
-        (from the midpoint between the largest float32 and 2^128 on).
+        does (from the midpoint between the largest float32 and 2^128 on).
     """
     magnitude = abs(value)
     last = _float32_last(magnitude)
@@ -221,8 +218,7 @@ def round_up_float32(value: Fraction) -> np.float32:
     Exactness: exact (round towards +Inf).
 
     Special values: 0 gives +0.0; a negative value between zero and the smallest subnormal gives -0.0; above the
-        largest float32, +Inf;
-        below the most negative one, that one.
+        largest float32, +Inf; below the most negative one, that one.
     """
     if value < 0:
         return np.float32(-round_down_float32(-value))

@@ -1,8 +1,8 @@
 """The guard: everything that rounding, FP8 and accumulation can add between the bound and the computed score.
 
 All terms are per unit of the key norm ``n`` and belong to one query row. With ``mag(y) = ||y|| + D(y)``, ``R_g = w_g
-r_g``, ``v``
-a synthetic vector before rounding and ``e = v - |c| y`` its rounding error (``docs/bound.md`` derives each line):
+r_g``, ``v`` a synthetic vector before rounding and ``e = v - |c| y`` its rounding error (``docs/bound.md`` derives
+each line):
 
 ===================  ===================================================================================================
 ``residual``         ``sqrt(sum |R_g . R_g'|) / 2`` with a linear column, ``sqrt(sum max(R_g . R_g', 0))`` without
@@ -19,8 +19,8 @@ a_gj mag(q_j))``
 ===================  ===================================================================================================
 
 Two forms. :func:`guard_terms` works in float64, whose roundings the term ``float64`` pays for.
-:func:`guard_enclosure` works in
-rationals, with square roots rounded outward; it has no ``float64`` term because there is nothing to pay.
+:func:`guard_enclosure` works in rationals, with square roots rounded outward; it has no ``float64`` term because
+there is nothing to pay.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class BoundCertificate:
         projection: ``a_gj >= 0``, share of retained column ``j`` in omitted head ``g``; float64 ``[H, M]``, zero
             elsewhere.
         aggregate: ``lambda_jh >= 0``, share of negative head ``h`` in relu column ``j``, adding up to at most
-            ``|w_h|`` over the
-            columns; float64 ``[M, H]``, zero elsewhere.
+            ``|w_h|`` over the columns; float64 ``[M, H]``, zero elsewhere.
     """
 
     retained: npt.NDArray[np.int64]
@@ -127,8 +126,7 @@ def dot_error(codes: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
     """``D(y)``: the computed dot of ``y`` with any key ``k`` is within ``D(y) * ||k~||`` of the real one.
 
     ``2^-13 (31 |y~_1|_inf + sum_{t=2..4} 32 max(|y~_t|_inf, ||y_{<t}||) + sum_{t=1..4} ||y_{<=t}||)``, where ``y_t``
-    is the t-th
-    block of 32 elements and ``~`` raises non-zero magnitudes to at least 2^-6.
+    is the t-th block of 32 elements and ``~`` raises non-zero magnitudes to at least 2^-6.
 
     Args:
         codes: E4M3 ``[..., 128]`` (uint8 codes or float8_e4m3fn), no NaN.

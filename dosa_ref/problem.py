@@ -1,8 +1,7 @@
 """Inputs of a selection: frozen, and validated once when they are made.
 
 Everything downstream may rely on what is checked here: shapes, dtypes and windows. NaN, Inf, zero and negative
-*values* are
-allowed; what they mean is the contract's business, not an error.
+*values* are allowed; what they mean is the contract's business, not an error.
 """
 
 from __future__ import annotations

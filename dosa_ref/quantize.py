@@ -59,10 +59,8 @@ def quantize_tokens(
     Exactness: exact, every rounding as stated.
 
     Special values: a zero row, and a row so small (denormals included) that amax is below 1e-4, gets the scale of
-        amax = 1e-4, so its
-        codes are 0 or small; zeros keep their sign. A row that holds a NaN or an Inf gets a NaN scale and NaN codes
-        (0x7F)
-        throughout: it cannot be represented, and every later stage recognises it.
+        amax = 1e-4, so its codes are 0 or small; zeros keep their sign. A row that holds a NaN or an Inf gets a NaN
+        scale and NaN codes (0x7F) throughout: it cannot be represented, and every later stage recognises it.
 
     Source: DeepSeek-V3.2 indexer, ``act_quant``; libraries differ on NaN and Inf rows, the rule here is this project's.
     """

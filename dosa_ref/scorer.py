@@ -4,20 +4,17 @@
 
 ``sm90``: the float32 that DeepGEMM's ``fp8_mqa_logits`` computes on Hopper, for 32 or 64 heads. Dots come from
 :data:`dosa_ref.tensorcore.WGMMA_E4M3`; head ``h = 8 j + 2 c + b`` with ``c`` in 0..3, ``b`` in 0..1, ``J = H / 8``;
-every operation is
-float32, round to nearest even; ``r_h = max(dot_h, 0)``, where NaN gives 0::
+every operation is float32, round to nearest even; ``r_h = max(dot_h, 0)``, where NaN gives 0::
 
     s(c,b) = r_{j=1} * w_{j=1};  then fma(r_{j=0}, w_{j=0}, s);  then fma(r_j, w_j, s) for j = 2 .. J-1
     v(c)   = (s(c,0) + s(c,1)) * k_scale
     score  = (v(0) + v(1)) + (v(2) + v(3))
 
-The first two terms are swapped because the compiler fused the first product into the second addition. Fewer heads
-are padded
-up to 32 or 64 with ``w = 0, q = 0``; more than 64 are not served by that kernel.
+The first two terms are swapped because the compiler fused the first product into the second addition. Fewer heads are
+padded up to 32 or 64 with ``w = 0, q = 0``; more than 64 are not served by that kernel.
 
 Special values, both contracts: a NaN in a key makes all its head terms 0; a NaN weight makes the row NaN;
-``k_scale`` NaN gives NaN,
-0 gives 0, a negative one negates.
+``k_scale`` NaN gives NaN, 0 gives 0, a negative one negates.
 """
 
 from __future__ import annotations
@@ -132,8 +129,7 @@ def score_scalar_exact(
     Exactness: exact.
 
     Special values: a NaN in the key or in a head makes that head's relu 0; non-finite weights and scales follow the
-        rules of IEEE 754 on
-        the extended reals (``0 * Inf`` is NaN, and so is ``Inf - Inf``).
+        rules of IEEE 754 on the extended reals (``0 * Inf`` is NaN, and so is ``Inf - Inf``).
     """
     relu = [_relu_dot_exact(q_head, k) for q_head in q_row]
     return _combine_exact(relu, w_row, k_scale)
@@ -176,8 +172,8 @@ def fma_float32_array(
     """Array twin of :func:`fma_float32`.
 
     The product of two float32 is exact in float64. The float64 sum is turned into the sum *rounded to odd* with the
-    error that
-    Knuth's two-sum gives; rounding a 53-bit odd-rounded value to 24 bits is the same as rounding the exact value once.
+    error that Knuth's two-sum gives; rounding a 53-bit odd-rounded value to 24 bits is the same as rounding the exact
+    value once.
 
     Args:
         x: float32, any shape.
@@ -287,8 +283,8 @@ def scores_exact(
     Returns:
         One rational (or non-finite float) per key.
 
-    Exactness: exact. The dots are: a product of two E4M3 values is a multiple of 2^-18 below 2^18, so 128 of them
-        add exactly in float64.
+    Exactness: exact. The dots are: a product of two E4M3 values is a multiple of 2^-18 below 2^18, so 128 of them add
+        exactly in float64.
 
     Special values: as :func:`score_scalar_exact`.
     """

@@ -1,9 +1,8 @@
 """Selections: exact top-K, DoSA prefill with its four modes, and decode, as short reference code.
 
 The order among keys is (score descending, key index ascending); -0.0 and +0.0 are one score, a NaN score is never
-selected, -Inf is an
-ordinary lowest score. Indices come out ascending by key index, with -1 behind the last. A prefill row runs through
-four steps:
+selected, -Inf is an ordinary lowest score. Indices come out ascending by key index, with -1 behind the last. A
+prefill row runs through four steps:
 
 1. *seeds*: score at least ``topk`` visible keys; ``tau`` is the ``topk``-th best of them.
 2. *bound*: drop a key only if ``U < tau``, strictly (modes ``prune`` and ``both``).
@@ -209,12 +208,10 @@ def select_prefill(
         contract: ``SM90``; the bound is made for that score.
         columns: column budget M of the bound.
         seeds: absolute key columns per row, a sequence of ``rows`` integer arrays or one array ``[rows, any]``, or
-            one array ``[any]``
-            shared by all rows. Columns outside a row's window, and repetitions, are ignored. None:
-            :func:`default_seeds`.
+            one array ``[any]`` shared by all rows. Columns outside a row's window, and repetitions, are ignored.
+            None: :func:`default_seeds`.
         survivor_capacity: keys that a row may hand to the next step, after the bound and after the filter; None is
-            unlimited.
-            A row that exceeds it is recomputed from all its keys; nothing is dropped.
+            unlimited. A row that exceeds it is recomputed from all its keys; nothing is dropped.
 
     Returns:
         The selection with its statistics.
@@ -226,8 +223,7 @@ def select_prefill(
     Exactness: exact; the indices and score bits of the dense selection.
 
     Special values: NaN or Inf in a row's q, weights or ``tau`` sends that row to the dense path; a key with NaN or a
-        scale outside
-        the bound's range always survives; ``tau <= 0`` needs nothing special.
+        scale outside the bound's range always survives; ``tau <= 0`` needs nothing special.
 
     Source: DoSA, prefill algorithm.
     """
@@ -377,14 +373,13 @@ def select_decode(problem: PagedProblem, recent: npt.NDArray[np.integer[Any]] | 
     """Select the keys of a decode step: all heads, all keys, no bound; recent winners only thin out what is written.
 
     Recently selected keys that are distinct and still visible are scored under the *current* query; if at least
-    ``topk`` of the scores
-    are not NaN, ``tau`` is the ``topk``-th best, and only keys with ``score >= tau`` are handed to the final top-K.
+    ``topk`` of the scores are not NaN, ``tau`` is the ``topk``-th best, and only keys with ``score >= tau`` are
+    handed to the final top-K.
 
     Args:
         problem: the inputs.
         recent: positions selected in recent steps, integers ``[batch, next_n, any]``; entries that are not visible
-            (-1 too) are ignored.
-            None: no threshold.
+            (-1 too) are ignored. None: no threshold.
 
     Returns:
         The selection.

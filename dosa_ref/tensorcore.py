@@ -21,10 +21,9 @@ model           terms  fraction_bits  output              operand_min       inst
 (``terms`` = ``terms_per_step``, ``output`` = ``output_fraction_bits``, ``operand_min`` = ``operand_min_exponent``.)
 
 ``WGMMA_E4M3`` was compared with an H200 bit by bit over 86 million dots of every kind of input. ``HMMA_F16`` is what
-a compiler
-falls back to when a tile does not fit ``wgmma``; it is here to recognise that case, not to score with. Its alignment
-and
-rounding are published for sm_90; which elements share a step is the compiler's choice, here consecutive ones.
+a compiler falls back to when a tile does not fit ``wgmma``; it is here to recognise that case, not to score with. Its
+alignment and rounding are published for sm_90; which elements share a step is the compiler's choice, here consecutive
+ones.
 
 Two forms: :func:`dot_scalar` is integer arithmetic, term by term; :func:`dots` is the vectorised twin.
 """
@@ -166,8 +165,7 @@ def dot_scalar(
     Exactness: model of hardware.
 
     Special values: a NaN operand or a NaN ``c`` gives the NaN 0x7fffffff; an infinite ``c`` is returned as it is; a
-        zero
-        result is +0 whatever the signs; zero operands do not take part in the alignment, subnormal ones do with
+        zero result is +0 whatever the signs; zero operands do not take part in the alignment, subnormal ones do with
         ``operand_min_exponent``.
 
     Source: module docstring.
@@ -243,9 +241,8 @@ def dots(
     Raises:
         InvalidProblem: shapes do not fit, or a dtype is neither uint8 nor float8_e4m3fn.
 
-    Exactness: model of hardware; every floating-point operation in here is exact. With ``P = q k`` (8 bits) and
-        ``E`` per
-        pair and step, ``trunc(P * 2^(F - E))`` is an integer of at most ``F + 2`` bits, and so are the sums.
+    Exactness: model of hardware; every floating-point operation in here is exact. With ``P = q k`` (8 bits) and ``E``
+        per pair and step, ``trunc(P * 2^(F - E))`` is an integer of at most ``F + 2`` bits, and so are the sums.
 
     Special values: as :func:`dot_scalar`. ``m``, ``n`` or ``K`` may be 0.
 

@@ -1,16 +1,13 @@
 """Trace and result files: safetensors with a text header.
 
 ``dosa.trace/1``: tensors ``q`` F8_E4M3 ``[seq_len, H, 128]``, ``k`` F8_E4M3 ``[seq_len_kv, 128]``, ``k_scale`` F32
-``[seq_len_kv]``,
-``weights`` F32 ``[seq_len, H]``, ``cu_seqlen_ks`` and ``cu_seqlen_ke`` I32 ``[seq_len]``; the header has ``schema``
-and ``topk`` and says
-how the trace was made.
+``[seq_len_kv]``, ``weights`` F32 ``[seq_len, H]``, ``cu_seqlen_ks`` and ``cu_seqlen_ke`` I32 ``[seq_len]``; the
+header has ``schema`` and ``topk`` and says how the trace was made.
 
 ``dosa.result/1``: tensors ``topk_indices`` I32 ``[rows, topk]`` and ``scores`` F32 ``[rows, topk]``.
 
 A file is read whole and checked before anything is believed; a file is written to a temporary neighbour and renamed,
-so that no
-half-written file ever carries the final name.
+so that no half-written file ever carries the final name.
 """
 
 from __future__ import annotations
@@ -91,8 +88,7 @@ def load_trace(path: str | os.PathLike[str], topk: int | None = None) -> Trace:
 
     Raises:
         InvalidProblem: naming the field: ``file`` (unreadable, truncated, foreign), ``schema``, ``topk``, a tensor's
-            name (missing, wrong
-            dtype, wrong shape), or whatever :class:`~dosa_ref.problem.PrefillProblem` refuses.
+            name (missing, wrong dtype, wrong shape), or whatever :class:`~dosa_ref.problem.PrefillProblem` refuses.
 
     Special values: NaN and Inf are data and pass.
     """
