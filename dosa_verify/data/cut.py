@@ -5,8 +5,8 @@ The bundled trace was made from a trace of 64 queries and 24,576 keys (its heade
     python -m dosa_verify.data.cut en_layer06_h64.safetensors en_layer06_h64_cut.safetensors
         --rows 48:64 --keys 8192:24576 --topk 128
 
-Cutting changes no value: it keeps the last rows and keys, shifts each row's window, and lowers ``topk`` so that it stays
-a small share of the keys.
+Cutting changes no value: it keeps the last rows and keys, shifts each row's window, and lowers ``topk`` so that it
+stays a small share of the keys.
 """
 
 from __future__ import annotations

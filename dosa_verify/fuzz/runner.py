@@ -28,7 +28,7 @@ from dosa_verify.fuzz.cases import Case, Scales, Special, Values, Weights, Windo
 from dosa_verify.targets.base import RunOptions, Target, TargetResult
 
 SCHEMA = "dosa.fuzz/1"
-DEFAULT_EXAMPLES = 25
+DEFAULT_EXAMPLES = 40
 SHRINK_SECONDS = 90.0
 """Shrinking stops after this long; the smallest failing case so far is reported."""
 
@@ -419,16 +419,16 @@ def _search(
             if over_budget():
                 return
             mismatch = check(case)
+            shrink_until = time.monotonic() + SHRINK_SECONDS
+        elif case == smallest[0]:
+            mismatch = smallest[1]
+        elif time.monotonic() > shrink_until:
+            return
         else:
-            if case == smallest[0]:
-                raise _Found
-            if time.monotonic() > shrink_until:
-                return
             mismatch = check_problem(target, build(case), options_of(case))
         if mismatch is not None:
-            if smallest is None:
-                shrink_until = time.monotonic() + SHRINK_SECONDS
             smallest = (case, mismatch)
+            # One place to raise: Hypothesis tells bugs apart by where they are raised.
             raise _Found
 
     try:

@@ -1,0 +1,150 @@
+"""The main job: what it runs, how parts add up, what it writes."""
+
+import contextlib
+import json
+
+import pytest
+
+from dosa_ref.spec import UnprovedBound
+from dosa_ref.trace import load_trace, save_trace
+from dosa_verify import proving, selection, verify
+from dosa_verify.audit import fp8
+from dosa_verify.data.cut import cut
+from dosa_verify.fuzz import runner
+from dosa_verify.report import render
+
+
+@contextlib.contextmanager
+def silent(_title):
+    yield None
+
+
+@pytest.fixture(scope="module")
+def small_trace(tmp_path_factory):
+    """Four rows and 2,500 keys of the bundled trace."""
+    whole = load_trace(verify.BUNDLED_TRACE)
+    keys = whole.problem.seq_len_kv
+    part = cut(whole, (12, 16), (keys - 2500, keys), 24)
+    file = tmp_path_factory.mktemp("trace") / "small.safetensors"
+    save_trace(file, part.problem, part.header)
+    return file
+
+
+@pytest.fixture
+def light(monkeypatch, audit):
+    """The same job with two lemmas, two fuzz cases and an audit made before."""
+    prove, cases = proving.run, list(runner.directed_cases())
+    monkeypatch.setattr(proving, "run", lambda **rest: prove(["relu_lipschitz", "threshold"], **rest))
+    monkeypatch.setattr(runner, "directed_cases", lambda: iter([cases[1], cases[-1]]))
+    monkeypatch.setattr(verify, "audit_fp8", lambda **_options: audit)
+
+
+def test_the_whole_job(light, small_trace, device, tmp_path, schema_errors):
+    report = verify.run(device, progress=silent, examples=0, trace=small_trace)
+    record = report.to_json()
+    assert report.outcome == "exact", [part.failures for part in report.parts]
+    assert schema_errors(record) == []
+    assert list(record["parts"]) == [
+        "prove", "audit_fp8", "fuzz", "select_base", "select_prune", "select_emit", "select_both",
+    ]  # fmt: skip
+    for mode in ("prune", "both"):
+        stats = record["parts"][f"select_{mode}"]["record"]["select"]["stats"]
+        assert all(stats["row_pruned"])
+        assert stats["prune_rate"] > 0
+    hashes = {
+        record["parts"][f"select_{m}"]["record"]["select"]["result_sha256"] for m in ("base", "prune", "emit", "both")
+    }
+    assert len(hashes) == 1
+    file = tmp_path / "report.json"
+    verify.write(report, file)
+    assert json.loads(file.read_text()) == json.loads(json.dumps(record))
+    assert list(tmp_path.iterdir()) == [file]
+    page = render(record)
+    assert "select_both" in page
+    assert "4 rows, topk 24, 4 rows pruned" in page
+
+
+def test_a_part_that_cannot_run_is_undecided(light, small_trace, device, monkeypatch, schema_errors):
+    def refuse(*_arguments, **_options):
+        raise UnprovedBound("dot_error", "planted")
+
+    monkeypatch.setattr(selection, "select_trace", refuse)
+    report = verify.run(device, progress=silent, examples=0, trace=small_trace)
+    assert report.outcome == "undecided"
+    outcomes = {part.name: part.outcome for part in report.parts}
+    assert outcomes["fuzz"] == "exact"
+    assert outcomes["select_both"] == "undecided"
+    assert "dot_error" in report.parts[-1].failures[0]
+    assert schema_errors(report.to_json()) == []
+
+
+def test_a_wrong_selection_is_a_counterexample(light, small_trace, device, monkeypatch):
+    from dosa_verify.targets import dosa
+
+    plain = dosa.arrays
+
+    def wrong(selected):
+        indices, scores = plain(selected)
+        scores = scores.copy()
+        scores[1, 0] += 1
+        return indices, scores
+
+    monkeypatch.setattr(selection.kernels, "arrays", wrong)
+    report = verify.run(device, progress=silent, examples=0, trace=small_trace)
+    assert report.outcome == "counterexample"
+    failure = report.parts[-1].failures[0]
+    assert "row 1" in failure
+    assert "dosa select" in failure
+    assert "dosa check" in failure
+
+
+def test_an_exact_result_without_pruning_is_not_enough(light, device, tmp_path):
+    # topk is nearly the number of keys: seeds alone are more than the row, nothing is pruned.
+    whole = load_trace(verify.BUNDLED_TRACE)
+    keys = whole.problem.seq_len_kv
+    part = cut(whole, (14, 16), (keys - 300, keys), 290)
+    file = tmp_path / "flat.safetensors"
+    save_trace(file, part.problem, part.header)
+    report = verify.run(device, progress=silent, examples=0, trace=file)
+    outcomes = {part.name: part.outcome for part in report.parts}
+    assert outcomes["select_base"] == "exact"
+    assert outcomes["select_both"] == "undecided"
+    assert report.outcome == "undecided"
+
+
+def test_an_unexplained_audit_is_a_counterexample(audit, monkeypatch):
+    broken = fp8.AuditPart(
+        name="planted",
+        inputs=1,
+        implementations=("reference", "other"),
+        disagreements=(
+            fp8.Disagreement(
+                implementation="other", kind="unexplained", count=1,
+                first={"bits": "0x0", "decimal": "0"}, last={"bits": "0x0", "decimal": "0"},
+                reference={"bits": "0x0", "decimal": "0"}, got={"bits": "0x1", "decimal": "1"},
+            ),
+        ),
+    )  # fmt: skip
+    report = fp8.AuditReport(parts=(*audit.parts, broken), time_s=0.0)
+    monkeypatch.setattr(verify, "audit_fp8", lambda **_options: report)
+    part = verify._audit(silent)
+    assert part.outcome == "counterexample"
+    assert part.failures == ["1 unexplained disagreements; dosa audit fp8"]
+
+
+def test_the_bundled_trace_is_small_and_real():
+    trace = load_trace(verify.BUNDLED_TRACE)
+    assert verify.BUNDLED_TRACE.stat().st_size <= 3 * 2**20
+    assert trace.header["text"] == "Jane Austen novels (public domain)"
+    assert (trace.problem.seq_len, trace.problem.seq_len_kv, trace.problem.num_heads) == (16, 16384, 64)
+
+
+def test_a_cut_changes_no_value():
+    trace = load_trace(verify.BUNDLED_TRACE)
+    part = cut(trace, (3, 7), (1000, 1500), 9)
+    assert part.problem.q.tobytes() == trace.problem.q[3:7].tobytes()
+    assert part.problem.k.tobytes() == trace.problem.k[1000:1500].tobytes()
+    for row in range(4):
+        start, end = trace.problem.window(row + 3)
+        assert part.problem.window(row) == (max(start - 1000, 0), min(end - 1000, 500))
+    assert int(part.header["first_key_position"]) == int(trace.header["first_key_position"]) + 1000
