@@ -28,7 +28,7 @@ import typer
 
 from dosa_ref import scorer, select, trace
 from dosa_ref.problem import PrefillProblem
-from dosa_ref.spec import SM90_NUM_HEADS
+from dosa_ref.spec import SM90_NUM_HEADS, Mode
 from dosa_verify import environment
 from dosa_verify.fuzz.cases import Case, Scales, Special, Values, Weights, Windows, build
 from dosa_verify.targets.base import RunOptions
@@ -43,6 +43,8 @@ EMULATED_ROWS = slice(48, 52)
 """Rows of each trace that the emulator selects; a GPU selects all."""
 RANDOM_ROWS, RANDOM_KEYS = 4096, 131072
 """Random problem on which score bits are compared with DeepGEMM, beside the traces."""
+LONG_ROWS, LONG_KEYS = 70, 2**20 + 37
+"""Random problem of a million keys; neither number is a multiple of any tile."""
 
 Commit = Annotated[str, typer.Option(help="Commit of these sources, where the folder is not a git checkout.")]
 
@@ -295,6 +297,55 @@ def workspace_use(traces: Path) -> list[dict[str, Any]]:
     return found
 
 
+def long_context(topk: int = 2048) -> list[dict[str, Any]]:
+    """A million keys: every path and mode against torch's stable sort of the dense logits, which is no code of ours."""
+    import torch
+
+    from dosa_gpu import api, plan
+    from dosa_gpu.kernels.score import launch_score
+
+    rows, keys = LONG_ROWS, LONG_KEYS
+    generator = torch.Generator(device="cuda").manual_seed(1)
+    found = []
+    for heads in SM90_NUM_HEADS:
+        # Heads of rank 4 and keys around a common direction, so that the bound has something to prune.
+        basis = torch.randn(4, 128, device="cuda", generator=generator)
+        common = torch.randn(128, device="cuda", generator=generator)
+        q = torch.randn(rows, heads, 4, device="cuda", generator=generator) @ basis
+        k = torch.randn(keys, 4, device="cuda", generator=generator) @ basis + common
+        k = k + 0.1 * torch.randn(keys, 128, device="cuda", generator=generator)
+        q8, k8 = (q * 20).clamp(-448, 448).to(torch.float8_e4m3fn), (k * 20).clamp(-448, 448).to(torch.float8_e4m3fn)
+        scale = torch.exp2(torch.randint(-3, 2, (keys,), device="cuda", generator=generator).float())
+        w = torch.randn(rows, heads, device="cuda", generator=generator)
+        ks = torch.arange(rows, dtype=torch.int32, device="cuda") * 3
+        ke = keys - torch.arange(rows, dtype=torch.int32, device="cuda").flip(0)
+        logits = torch.full((rows, keys), -torch.inf, device="cuda")
+        launch_score(q8, k8, scale, w, ks, ke, scale, logits, 0, keys)
+        # -0.0 + 0.0 is +0.0: the sort must not tell them apart.
+        order = (logits + 0.0).sort(dim=1, descending=True, stable=True).indices[:, :topk].sort(1).values
+        want = order.to(torch.int32)
+        bits = logits.gather(1, order).view(torch.int32)
+        runs = [(plan.Path.DENSE, Mode.BASE), *((plan.Path.DOSA, mode) for mode in Mode)]
+        for path, mode in runs:
+            got = api.select_prefill(q8, k8, scale, w, ks, ke, topk, path=path, mode=mode)
+            equal = torch.equal(got.topk_indices, want) and torch.equal(got.scores.view(torch.int32), bits)
+            found.append(
+                {
+                    "num_heads": heads,
+                    "rows": rows,
+                    "keys": keys,
+                    "topk": topk,
+                    "path": path.value,
+                    "mode": mode.value,
+                    "equal": equal,
+                    "prune_rate": round(got.stats.prune_rate, 4),
+                    "rows_pruned": sum(got.stats.row_pruned),
+                    "fallback": {reason: len(which) for reason, which in got.stats.fallback.items()},
+                }
+            )
+    return found
+
+
 @app.command()
 def emulator(
     traces: Annotated[Path, typer.Option(help="Folder of trace files.")],
@@ -335,12 +386,15 @@ def h200(
         f"DeepGEMM {peer['name']}: {peer['different_bits']} different" for peer in peers or () if peer["different_bits"]
     ]
     memory = workspace_use(traces)
+    million = long_context()
+    faults += [f"a million keys: {run}" for run in million if not run["equal"]]
     faults += [f"workspace: {use}" for use in memory if not use["within"]]
     body = {
         "faults": faults,
         "machine_code": code,
         "deep_gemm": peers,
         "workspace": memory,
+        "long_context": million,
         "cases": cases,
         "traces": found,
     }
