@@ -19,6 +19,7 @@ from pathlib import Path
 from dosa_ref.spec import (
     BackendUnavailable,
     DosaError,
+    Fallback,
     Mode,
     Outcome,
     SolverUnknown,
@@ -246,6 +247,10 @@ def _select(trace: Path, mode: Mode, device: Device, progress: Progress, folder:
         )
     rows = selected.rows[1] - selected.rows[0]
     pruned = sum(selected.stats["row_pruned"])
+    unsound = selected.stats["fallback"].get(Fallback.THRESHOLD_NOT_MET.value, [])
+    if unsound:
+        outcome = COUNTEREXAMPLE
+        failures.append(f"the bound pruned winners of the rows {unsound}, which were recomputed; {reproducer}")
     must_prune = mode in (Mode.PRUNE, Mode.BOTH)
     if must_prune and not (pruned >= PRUNED_SHARE * rows and selected.stats["prune_rate"] > 0):
         # The selection may be right, but this run is no evidence about pruning.

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from dosa_ref.formats import float_evidence
 from dosa_ref.problem import PrefillProblem
 from dosa_ref.select import select_dense
-from dosa_ref.spec import BackendUnavailable, Contract, DosaError, InvalidProblem, UnprovedBound
+from dosa_ref.spec import BackendUnavailable, Contract, DosaError, Fallback, InvalidProblem, UnprovedBound
 from dosa_ref.trace import load_trace, save_trace
 from dosa_verify.fuzz.cases import Case, Scales, Special, Values, Weights, Windows, build, case_from_json
 from dosa_verify.targets.base import RunOptions, Target, TargetResult
@@ -43,6 +43,8 @@ class Fault(enum.Enum):
     """The target raised one of this project's errors on a valid problem."""
     CRASHED = "crashed"
     """The target raised something else."""
+    UNSOUND = "unsound"
+    """The answer is right, but only after the target noticed that its own bound had pruned a winner."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -295,10 +297,20 @@ def check_problem(
             )
         if on_result is not None:
             on_result(result)
-        mismatch = compare(result, expected.topk_indices, expected.scores, variant)
+        mismatch = compare(result, expected.topk_indices, expected.scores, variant) or _unsound(result, variant)
         if mismatch is not None:
             return mismatch
     return None
+
+
+def _unsound(result: TargetResult, variant: str) -> Mismatch | None:
+    """A row that had to be recomputed because its K-th score fell below ``tau`` betrays a bound below a score."""
+    rows = result.fallback.get(Fallback.THRESHOLD_NOT_MET.value, ())
+    if not rows:
+        return None
+    return Mismatch(
+        variant=variant, fault=Fault.UNSOUND, row=rows[0], evidence={Fallback.THRESHOLD_NOT_MET.value: list(rows)}
+    )
 
 
 def options_of(case: Case) -> RunOptions:

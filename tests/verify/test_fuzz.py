@@ -302,7 +302,7 @@ def test_planted_faults_in_the_pruned_path_are_found(monkeypatch, device, fault)
         bound = pipeline.launch_bound
 
         def too_low(column, coefficient, floor, slack, *rest):
-            bound(column, coefficient * 0.1, floor, slack * 0.1, *rest)
+            bound(column, coefficient * 0.01, floor, slack * 0.01, *rest)
 
         monkeypatch.setattr(pipeline, "launch_bound", too_low)
     case = Case(seed=33, rows=3, keys=440, topk=5, values=Values.LEARNED, scales=Scales.POWERS, columns=8)
