@@ -10,8 +10,21 @@ import dosa_verify
 
 ROOT = Path(dosa_verify.__file__).resolve().parent.parent
 
-REFERENCE = "dosa_ref.problem dosa_ref.formats dosa_ref.quantize dosa_ref.tensorcore dosa_ref.scorer dosa_ref.bound " \
-    "dosa_ref.guard dosa_ref.select dosa_ref.contract dosa_ref.trace".split()  # fmt: skip
+REFERENCE = [
+    f"dosa_ref.{name}"
+    for name in (
+        "problem",
+        "formats",
+        "quantize",
+        "tensorcore",
+        "scorer",
+        "bound",
+        "guard",
+        "select",
+        "contract",
+        "trace",
+    )
+]
 
 
 def loaded(modules):
