@@ -1,8 +1,8 @@
 """One arithmetic on two machines: Triton's interpreter with the tensor cores of the contract ``sm90``.
 
-Triton's CPU interpreter multiplies FP8 tiles in float32; wgmma does not. ``install`` replaces exactly that operation by
-the accumulation model of ``dosa_ref.tensorcore``, and FP8 encoding by a correct one, so that the same kernel source
-gives on a CPU the bits that it gives on an H200. The emulator always models wgmma: kernels that would compile to other
+Triton's CPU interpreter multiplies FP8 tiles in float32; wgmma does not. ``install`` replaces that operation by the
+accumulation model of ``dosa_ref.tensorcore``, and two others whose bits are wrong there: casts from and to FP8, and sums
+of negative zeros. With that the same kernel source gives on a CPU the bits that it gives on an H200. The emulator always models wgmma: kernels that would compile to other
 instructions, and races, show only in compiled code or on a GPU.
 """
 
@@ -26,6 +26,7 @@ MIN_TRITON = (3, 9)
 
 _DOT_SIGNATURE = ("self", "a", "b", "d", "input_precision", "max_num_imprecise_acc")
 _CAST_SIGNATURE = ("self", "src", "dst_type", "rounding_mode")
+_SUM_SIGNATURE = ("self", "input")
 _KERNELS = "dosa_gpu.kernels"
 
 
@@ -73,6 +74,8 @@ def install() -> None:
         return
     _demand_form(builder, "create_dot", _DOT_SIGNATURE)
     plain_cast = _demand_form(builder, "create_fp_to_fp", _CAST_SIGNATURE)
+    reductions = interpreter.ReduceOps
+    _demand_form(reductions, "sum", _SUM_SIGNATURE)
     handle_type = interpreter.TensorHandle
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:  # noqa: ARG001
@@ -102,3 +105,12 @@ def install() -> None:
         raise UnsupportedConfiguration(f"the emulator casts E4M3 from and to float32 only, got {source} to {target}")
 
     builder.create_fp_to_fp = create_fp_to_fp
+
+    def sum_of_elements(self: Any, input: Any) -> Any:  # noqa: A002 (the replaced method's own name for it)
+        data = input.handle.data
+        # NumPy starts a sum from +0.0, the GPU from the first element: the sum of two -0.0 is -0.0 there.
+        start = -0.0 if np.issubdtype(data.dtype, np.floating) else 0
+        total = np.sum(data, axis=self.axis, keepdims=self.keep_dims, initial=start)
+        return self.to_tensor(total, input.dtype)
+
+    reductions.sum = sum_of_elements

@@ -80,6 +80,19 @@ def test_casts_to_and_from_e4m3_agree_with_the_reference():
         assert decoded == np.float32(float(formats.decode_e4m3(got)))
 
 
+@triton.jit
+def _sum_kernel(x_ptr, out_ptr):
+    place = tl.arange(0, 4)[:, None] * 2 + tl.arange(0, 2)[None, :]
+    tl.store(out_ptr + tl.arange(0, 4), tl.sum(tl.load(x_ptr + place), axis=1))
+
+
+def test_a_sum_keeps_the_sign_of_zero():
+    x = torch.tensor([[-0.0, -0.0], [0.0, -0.0], [1.0, -1.0], [2.0, 3.0]])
+    out = torch.full((4,), float("nan"))
+    _sum_kernel[(1,)](x, out)
+    assert out.numpy().tobytes() == np.array([-0.0, 0.0, 0.0, 5.0], np.float32).tobytes()
+
+
 def test_other_dots_are_refused():
     @triton.jit
     def kernel(a_ptr, out_ptr):
