@@ -1,9 +1,10 @@
 """One arithmetic on two machines: Triton's interpreter with the tensor cores of the contract ``sm90``.
 
 Triton's CPU interpreter multiplies FP8 tiles in float32; wgmma does not. ``install`` replaces that operation by the
-accumulation model of ``dosa_ref.tensorcore``, and two others whose bits are wrong there: casts from and to FP8, and sums
-of negative zeros. With that the same kernel source gives on a CPU the bits that it gives on an H200. The emulator always models wgmma: kernels that would compile to other
-instructions, and races, show only in compiled code or on a GPU.
+accumulation model of ``dosa_ref.tensorcore``, and two others whose bits are wrong there: casts from and to FP8, and
+sums of negative zeros. With that the same kernel source gives on a CPU the bits that it gives on an H200. The emulator
+always models wgmma: kernels that would compile to other instructions, and races, show only in compiled code or on a
+GPU.
 """
 
 from __future__ import annotations
