@@ -294,12 +294,10 @@ def key_norms(k: npt.NDArray[Any], k_scale: npt.NDArray[np.float32]) -> npt.NDAr
     square = (raised * raised).sum(axis=-1)
     norm = np.sqrt(square).astype(np.float32)
     with np.errstate(invalid="ignore"):
+        # Rounded down: the next float32 is the smallest above the root.
         too_small = norm.astype(np.float64) ** 2 < square
         usable = (k_scale >= 2.0**KEY_SCALE_LOG2_MIN) & (k_scale <= 2.0**KEY_SCALE_LOG2_MAX)
     norm = np.where(too_small, np.nextafter(norm, np.float32(np.inf)), norm)
-    # A float32 just above the root may have been rounded from a root just below it: step down where that still covers.
-    below = np.nextafter(norm, np.float32(0))
-    norm = np.where(below.astype(np.float64) ** 2 >= square, below, norm)
     return np.where(usable & ~is_e4m3_nan(k).any(axis=-1), norm, np.float32(np.inf)).astype(np.float32)
 
 

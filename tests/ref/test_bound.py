@@ -22,9 +22,10 @@ from dosa_ref.bound import (
     row_is_finite,
     row_within_magnitude,
 )
-from dosa_ref.guard import BoundCertificate, e4m3_float64
+from dosa_ref.guard import BoundCertificate, e4m3_float64, magnitude
 from dosa_ref.scorer import score_scalar_exact, score_scalar_sm90, scores_sm90
-from dosa_ref.spec import InvalidProblem
+from dosa_ref.spec import BOUND_CHAIN_ULPS, FLOAT32_UNIT, InvalidProblem
+from dosa_ref.tensorcore import dot_scalar
 from tests.ref.conftest import FAMILIES, FP8, encode, make_problem, random_codes
 
 
@@ -106,6 +107,24 @@ def test_bound_covers_random_inputs(seed, heads, columns, centred, activity, fam
     if row_within_magnitude(q, w, bound):
         assert_sound(q, w, bound, k, k_scale)
         assert judge(q, w, bound).coverage is Coverage.COVERED
+
+
+def test_evaluate_is_the_formula():
+    """Every column and the slack, term by term in rationals; only float32 rounding may separate the two."""
+    problem = make_problem(seed=6, rows=1, keys=20, heads=16)
+    bound = build_row_bound(problem.q[0], problem.weights[0], 6)
+    assert bound.linear.any()
+    norms = key_norms(problem.k, problem.k_scale)
+    negative = 0
+    for key, scale, norm, u in zip(problem.k, problem.k_scale, norms, evaluate(bound, problem.k, problem.k_scale)):
+        terms = [Fraction(float(bound.slack)) * Fraction(float(norm))]
+        for y, c, is_linear in zip(bound.columns, bound.coefficients, bound.linear):
+            dot = Fraction(float(dot_scalar(y, key)))
+            negative += is_linear and dot < 0
+            terms.append(Fraction(float(c)) * (dot if is_linear else max(dot, Fraction(0))))
+        exact, absolute = sum(terms) * Fraction(float(scale)), sum(map(abs, terms)) * Fraction(float(scale))
+        assert abs(Fraction(float(u)) - exact) <= BOUND_CHAIN_ULPS * FLOAT32_UNIT * absolute
+    assert negative
 
 
 def adversarial_keys(q: np.ndarray, w: np.ndarray, bound: RowBound, rng: np.random.Generator) -> np.ndarray:
@@ -292,7 +311,11 @@ def test_rows_without_anything_to_bound():
     bound = build_row_bound(q, np.zeros(4, np.float32), 3)
     assert bound.coefficients.tolist() == [0]
     assert evaluate(bound, q, np.ones(4, np.float32)).min() >= 0
-    assert judge(q, np.zeros(4, np.float32), bound).coverage is Coverage.COVERED
+    weightless = np.zeros(4, np.float32)
+    assert judge(q, weightless, bound).coverage is Coverage.COVERED
+    # Nothing but the floor is asked for, and exactly the floor is enough.
+    assert judge(q, weightless, bound, slack=2.0**-70).coverage is Coverage.COVERED
+    assert judge(q, weightless, bound, slack=np.nextafter(2.0**-70, 0)).coverage is Coverage.SLACK_TOO_SMALL
     silent, negative = encode(np.zeros((4, 128))), np.full(4, -1, np.float32)
     bound = build_row_bound(silent, negative, 2)
     assert bound.certificate.retained.tolist() == [0, -1]
@@ -329,6 +352,17 @@ def test_huge_rows_are_outside_the_premises(weight):
         assert not row_within_magnitude(problem.q[0], w, bound)
     if weight < 1e38:
         assert judge(problem.q[0], w, bound).coverage is Coverage.ROW_MAGNITUDE
+
+
+def test_columns_count_in_the_row_magnitude():
+    """Heads alone below 2^60, heads and columns together above."""
+    problem = make_problem(seed=3, rows=1, keys=4, heads=12)
+    q, w = problem.q[0], problem.weights[0].astype(np.float64)
+    for share, inside in [(0.45, True), (0.55, False)]:
+        scaled = (w * share * 2.0**60 / (np.abs(w) * magnitude(q)).sum()).astype(np.float32)
+        bound = build_row_bound(q, scaled, 12)
+        assert row_within_magnitude(q, scaled, bound) is inside
+        assert judge(q, scaled, bound).coverage is (Coverage.COVERED if inside else Coverage.ROW_MAGNITUDE)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

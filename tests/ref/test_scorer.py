@@ -53,7 +53,7 @@ def test_fma_twin_equals_the_rational_form(family):
         x, y, z = (rng.integers(0, 2**32, n, dtype=np.uint32).view(np.float32) for _ in range(3))
     elif family == "near_midpoint":
         # z with an odd or even last bit; x y is half a unit of z, give or take a few 2^-23 and 2^-46 of it.
-        z = (1 + rng.integers(0, 2**23, n) * 2.0**-23).astype(np.float32)
+        z = (rng.choice([-1, 1], n) * (1 + rng.integers(0, 2**23, n) * 2.0**-23)).astype(np.float32)
         x = (2.0**-12 * (1 + rng.integers(-2, 3, n) * 2.0**-23)).astype(np.float32)
         y = (2.0**-12 * (1 + rng.integers(-2, 3, n) * 2.0**-23)).astype(np.float32) * rng.choice([-1, 1], n).astype(
             np.float32

@@ -209,16 +209,24 @@ def test_ties_with_tau_survive_the_strict_test(monkeypatch):
     """Under the tightest bound there is (U = score) every key that equals tau must stay: it may win by its index."""
     problem = make_problem(seed=4, rows=6, keys=150, topk=20, integer_values=True)
     dense = select_dense(problem)
-    by_window = {
-        (problem.q[row].tobytes(), problem.weights[row].tobytes()): score_row(problem, row) for row in range(6)
-    }
-    rows = iter(range(6))
-    monkeypatch.setattr(select, "evaluate", lambda *_: score_row(problem, next(rows)))
-    got = select_prefill(problem, Mode.BOTH)
+    scores = [score_row(problem, row) for row in range(6)]
+    # Seeds are the other end of the tie: the same scores, the largest indices. So tau is the K-th score itself.
+    seeds = [149 - exact_topk(row[::-1], 20) for row in scores]
+    assert all((np.sort(row[s]) == np.sort(row[d])).all() for row, s, d in zip(scores, seeds, dense.topk_indices))
+    assert any(set(s.tolist()) != set(d.tolist()) for s, d in zip(seeds, dense.topk_indices))
+    rows = iter(scores)
+    monkeypatch.setattr(select, "evaluate", lambda *_: next(rows))
+    got = select_prefill(problem, Mode.BOTH, seeds=seeds)
     assert_same(got, dense)
-    tied = [(by_window[key] == scores.min()).sum() for key, scores in zip(by_window, dense.scores)]
-    assert max(tied) > 5
-    assert got.row_pruned.any()
+    assert got.row_pruned.all()
+
+
+def test_a_nan_bound_keeps_the_key(monkeypatch):
+    problem = make_problem(seed=3, rows=2, keys=100, topk=16)
+    monkeypatch.setattr(select, "evaluate", lambda _, k, __: np.full(len(k), np.nan, np.float32))
+    got = select_prefill(problem, Mode.PRUNE)
+    assert got.survivors.tolist() == [100, 100]
+    assert_same(got, select_dense(problem))
 
 
 def test_a_bound_below_the_score_would_lose_keys(monkeypatch):
