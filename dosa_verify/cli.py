@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -287,6 +288,9 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         SystemExit: always. An error of this project becomes one line on stderr; any other exception is a bug of ours
             and keeps its traceback.
     """
+    # Problems with NaN, Inf and overflow are our business; NumPy inside Triton's interpreter need not report each.
+    for text in ("invalid value", "overflow", "divide by zero"):
+        warnings.filterwarnings("ignore", message=f"{text} encountered", category=RuntimeWarning)
     try:
         app(args=arguments, prog_name="dosa")
     except DosaError as error:
