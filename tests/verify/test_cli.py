@@ -105,13 +105,13 @@ def test_topk_overrides_the_trace(dosa, trace, tmp_path, device):
 
 def test_a_tampered_result_is_a_counterexample(dosa, trace, tmp_path, schema_errors, device):
     result = tmp_path / "result.safetensors"
-    dosa("select", trace, "--device", device.value, "--out", result)
+    dosa("select", trace, "--rows", "1:4", "--device", device.value, "--out", result)
     saved = load_result(result)
     problem = load_trace(trace).problem
     indices = saved.topk_indices.copy()
-    # A visible key that was not selected takes the place of the last selected one of row 2.
-    other = max(set(range(*problem.window(2))) - set(indices[2].tolist()))
-    indices[2] = np.sort(np.append(indices[2, :-1], other)).astype(np.int32)
+    # A visible key that was not selected takes the place of the last selected one of the trace's row 2.
+    other = max(set(range(*problem.window(2))) - set(indices[1].tolist()))
+    indices[1] = np.sort(np.append(indices[1, :-1], other)).astype(np.int32)
     save_result(result, indices, saved.scores, saved.header)
     code, out, _ = dosa("check", trace, result, "--json")
     record = json.loads(out)

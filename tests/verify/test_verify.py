@@ -6,11 +6,12 @@ import json
 import pytest
 
 from dosa_ref.spec import UnprovedBound
-from dosa_ref.trace import load_trace, save_trace
+from dosa_ref.trace import Trace, load_trace, save_trace
 from dosa_verify import proving, selection, verify
 from dosa_verify.audit import fp8
 from dosa_verify.data.cut import cut
 from dosa_verify.fuzz import runner
+from dosa_verify.fuzz.cases import Case, Windows, build
 from dosa_verify.report import render
 
 
@@ -132,6 +133,21 @@ def test_an_unexplained_audit_is_a_counterexample(audit, monkeypatch):
     assert part.failures == ["1 unexplained disagreements; dosa audit fp8"]
 
 
+@pytest.mark.parametrize(
+    ("outcomes", "expected"),
+    [
+        (["exact", "exact"], "exact"),
+        (["exact", "undecided"], "undecided"),
+        (["undecided", "counterexample", "exact"], "counterexample"),
+        (["counterexample", "undecided"], "counterexample"),
+    ],
+)
+def test_the_worst_part_decides(outcomes, expected, device):
+    parts = [verify.Part(name="p", outcome=word, did="", failures=[], record=None, time_s=0.0) for word in outcomes]
+    report = verify.VerifyReport(device=device, parts=parts, environment={}, started="", time_s=0.0)
+    assert report.outcome == expected
+
+
 def test_the_bundled_trace_is_small_and_real():
     trace = load_trace(verify.BUNDLED_TRACE)
     assert verify.BUNDLED_TRACE.stat().st_size <= 3 * 2**20
@@ -140,11 +156,16 @@ def test_the_bundled_trace_is_small_and_real():
 
 
 def test_a_cut_changes_no_value():
-    trace = load_trace(verify.BUNDLED_TRACE)
-    part = cut(trace, (3, 7), (1000, 1500), 9)
-    assert part.problem.q.tobytes() == trace.problem.q[3:7].tobytes()
-    assert part.problem.k.tobytes() == trace.problem.k[1000:1500].tobytes()
-    for row in range(4):
-        start, end = trace.problem.window(row + 3)
-        assert part.problem.window(row) == (max(start - 1000, 0), min(end - 1000, 500))
-    assert int(part.header["first_key_position"]) == int(trace.header["first_key_position"]) + 1000
+    problem = build(Case(seed=5, rows=9, keys=2000, topk=4, windows=Windows.RAGGED))
+    trace = Trace(problem=problem, header={"first_key_position": "70", "first_query_position": "800"})
+    part = cut(trace, (3, 9), (500, 1500), 9)
+    assert part.problem.topk == 9
+    assert part.problem.q.tobytes() == problem.q[3:9].tobytes()
+    assert part.problem.k.tobytes() == problem.k[500:1500].tobytes()
+    assert part.problem.k_scale.tobytes() == problem.k_scale[500:1500].tobytes()
+    windows = [part.problem.window(row) for row in range(6)]
+    for row, (start, end) in enumerate(windows):
+        visible = set(range(*problem.window(row + 3))) & set(range(500, 1500))
+        assert {key + 500 for key in range(start, end)} == visible
+    assert any(0 < start < end < 1000 for start, end in windows)
+    assert (part.header["first_key_position"], part.header["first_query_position"]) == ("570", "803")
