@@ -1,11 +1,12 @@
 """The main job: what it runs, how parts add up, what it writes."""
 
 import contextlib
+import dataclasses
 import json
 
 import pytest
 
-from dosa_ref.spec import UnprovedBound
+from dosa_ref.spec import Mode, UnprovedBound
 from dosa_ref.trace import Trace, load_trace, save_trace
 from dosa_verify import proving, selection, verify
 from dosa_verify.audit import fp8
@@ -97,6 +98,20 @@ def test_a_wrong_selection_is_a_counterexample(light, small_trace, device, monke
     assert "row 1" in failure
     assert "dosa select" in failure
     assert "dosa check" in failure
+
+
+def test_a_healed_unsound_bound_is_a_counterexample(small_trace, device, monkeypatch, tmp_path):
+    """The selection is right because the row was recomputed; the bound that made it necessary is still wrong."""
+    plain = selection.select_trace
+
+    def healed(*arguments, **options):
+        report = plain(*arguments, **options)
+        return dataclasses.replace(report, stats={**report.stats, "fallback": {"threshold_not_met": [2]}})
+
+    monkeypatch.setattr(selection, "select_trace", healed)
+    part = verify._select(small_trace, Mode.BOTH, device, silent, tmp_path)
+    assert part.outcome == "counterexample"
+    assert "[2]" in part.failures[0]
 
 
 def test_an_exact_result_without_pruning_is_not_enough(light, device, tmp_path):
