@@ -10,8 +10,10 @@ Heavy libraries are imported by the command that needs them: ``env``, ``check`` 
 from __future__ import annotations
 
 import enum
+import importlib.util
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -47,7 +49,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-audit_app = typer.Typer(no_args_is_help=True, help="Compare number formats across libraries, exhaustively.")
+audit_app = typer.Typer(no_args_is_help=True, help="Find out what hardware and libraries compute.")
 app.add_typer(audit_app, name="audit")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout (docs/schemas.md).")]
@@ -83,24 +85,126 @@ def prove(
     _exit({proving.PROVED: Exit.EXACT, proving.REFUTED: Exit.COUNTEREXAMPLE}.get(report.outcome, Exit.UNDECIDED))
 
 
+Out = Annotated[
+    Path | None, typer.Option(dir_okay=False, metavar="FILE.json", help="Also record the audit with its environment.")
+]
+Commit = Annotated[str, typer.Option(help="Commit of these sources for the record, where they are no git checkout.")]
+
+
 @audit_app.command()
-def fp8(json_output: Json = False) -> None:
+def fp8(
+    device: Annotated[
+        Device, typer.Option("--device", help="cuda adds the GPU and all float32 patterns.")
+    ] = Device.CPU,
+    out: Out = None,
+    commit: Commit = "",
+    json_output: Json = False,
+) -> None:
     """Audit E4M3FN and UE8M0: every code, every 16-bit input, every product, ties and neighbours, quantised edge rows.
 
-    Every disagreement between libraries is listed; the audit fails on one that no documented difference predicts.
+    With `--device cuda` also all 4,294,967,296 float32 bit patterns. Every disagreement between libraries is listed;
+    the audit fails on one that no documented difference predicts.
 
-    Examples: `dosa audit fp8` · `dosa audit fp8 --json > fp8.json`
+    Examples: `dosa audit fp8` · `dosa audit fp8 --device cuda --json > fp8.json`
     """
     from dosa_verify import terminal
     from dosa_verify.audit.fp8 import audit_fp8
 
+    _check_folder(out)
+    if device is Device.CUDA:
+        connect(device)
     with terminal.progress("auditing") as on_progress:
-        report = audit_fp8(on_progress=on_progress)
-    if json_output:
-        terminal.print_json(report.to_json())
-    else:
-        terminal.print_audit(report)
+        report = audit_fp8(device=device.value, interpreter=_has("torch", "triton"), on_progress=on_progress)
+    _record_audit(report.to_json(), out, commit, json_output, lambda: terminal.print_audit(report))
     _exit(Exit.COUNTEREXAMPLE if report.unexplained else Exit.EXACT)
+
+
+@audit_app.command()
+def accumulation(
+    device: DeviceOption = Device.CPU,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the vectors.")] = 0,
+    out: Out = None,
+    commit: Commit = "",
+    json_output: Json = False,
+) -> None:
+    """Find which accumulation model the tensor cores follow, and how near errors come to the proved bound.
+
+    Vectors of families in which models differ: wide exponents, cancellation, subnormals, NaN and others.
+
+    Examples: `dosa audit accumulation` · `dosa audit accumulation --device cuda`
+    """
+    from dosa_verify import terminal
+
+    _check_folder(out)
+    connect(device)
+    from dosa_verify.audit.accumulation import audit_accumulation
+
+    with terminal.progress("auditing") as on_progress:
+        report = audit_accumulation(device=device.value, seed=seed, on_progress=on_progress)
+    _record_audit(report.to_json(), out, commit, json_output, lambda: terminal.print_accumulation(report))
+    _exit(Exit.COUNTEREXAMPLE if report.failures else Exit.EXACT)
+
+
+class ScorerPeer(enum.Enum):
+    """Whose scores are audited."""
+
+    OURS = "ours"
+    DEEP_GEMM = "deep_gemm"
+
+
+@audit_app.command()
+def scorer(
+    peer: Annotated[ScorerPeer, typer.Option(help="deep_gemm adds DeepGEMM (prefill and paged) to our kernels.")],
+    device: Annotated[
+        Device | None, typer.Option("--device", help="Default: cpu for ours, cuda for deep_gemm.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the problems.")] = 0,
+    out: Out = None,
+    commit: Commit = "",
+    json_output: Json = False,
+) -> None:
+    """Compare whole scores with an arithmetic written apart, every bit; on a difference, find the order of operations.
+
+    Examples: `dosa audit scorer --peer ours` · `dosa audit scorer --peer deep_gemm`
+    """
+    from dosa_verify import terminal
+
+    _check_folder(out)
+    chosen = device or (Device.CPU if peer is ScorerPeer.OURS else Device.CUDA)
+    if peer is ScorerPeer.DEEP_GEMM and chosen is Device.CPU:
+        raise BackendUnavailable("--peer deep_gemm has GPU kernels only: --device cuda")
+    connect(chosen)
+    from dosa_verify.audit import scorer as audit
+
+    peers = audit.ours() if peer is ScorerPeer.OURS else (*audit.deep_gemm(), *audit.ours())
+    with terminal.progress("auditing") as on_progress:
+        report = audit.audit_scorer(device=chosen.value, peers=peers, seed=seed, on_progress=on_progress)
+    _record_audit(report.to_json(), out, commit, json_output, lambda: terminal.print_scorer(report))
+    _exit(Exit.EXACT if report.outcome == "exact" else Exit.COUNTEREXAMPLE)
+
+
+def _has(*modules: str) -> bool:
+    return all(importlib.util.find_spec(module) for module in modules)
+
+
+def _check_folder(out: Path | None) -> None:
+    if out is not None and not out.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
+
+
+def _record_audit(
+    record: dict[str, object], out: Path | None, commit: str, json_output: bool, show: Callable[[], None]
+) -> None:
+    """Print an audit as JSON or as tables, and record it where asked to."""
+    from dosa_verify import terminal
+    from dosa_verify.audit import evidence
+
+    if out is not None:
+        evidence.write(evidence.evidence(record, evidence.this_command(), commit), out)
+    if json_output:
+        terminal.print_json(record)
+    else:
+        show()
 
 
 @app.command()

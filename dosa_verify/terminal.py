@@ -18,7 +18,9 @@ from dosa_ref.spec import Outcome
 
 if TYPE_CHECKING:
     # Each verb imports its own library; showing one must not load the others.
+    from dosa_verify.audit.accumulation import AccumulationReport
     from dosa_verify.audit.fp8 import AuditReport
+    from dosa_verify.audit.scorer import ScorerReport
     from dosa_verify.fuzz.runner import Failure, FuzzReport
     from dosa_verify.proving import ProveReport
     from dosa_verify.selection import CheckReport, SelectReport
@@ -106,7 +108,64 @@ def print_audit(report: AuditReport) -> None:
             if item.kind == "unexplained":
                 _print(f"unexplained: {part.name}, {item.implementation}, input {item.first}")
                 _print(f"  reference {item.reference}, got {item.got}")
+    _print_not_checked(report.not_checked)
     _print(f"{report.outcome}: {report.unexplained} unexplained disagreements in {report.time_s:.1f} s")
+
+
+def _print_not_checked(lines: tuple[str, ...]) -> None:
+    for line in lines:
+        _print(f"not checked: {line}")
+
+
+def print_accumulation(report: AccumulationReport) -> None:
+    """Show which models fit, what was counted, and the errors against the bound."""
+    table = Table("instruction", "compiled to", "model", "pairs", "dots", "differences", "smallest counterexample")
+    for found in report.instructions:
+        compiled = ", ".join(found.mnemonics) or "-"
+        for item in (*found.probe, *found.families):
+            example = item.counterexample
+            words = ""
+            if example is not None:
+                words = f"{example.terms} terms: {example.instruction['decimal']}, model {example.model['decimal']}"
+            table.add_row(
+                found.instruction, compiled, item.model, item.pairs, f"{item.dots:,}", f"{item.differences:,}", words
+            )
+    _print(table)
+    for found in report.instructions:
+        _print(f"{found.instruction}: {', '.join(found.fits) or 'no entry of the model table fits'}")
+    for errors in report.errors:
+        _print(f"largest error, {errors.family}: {errors.largest:.5f} of the proved bound ({errors.dots:,} dots)")
+    search = report.search
+    _print(
+        f"search over {search.pairs:,} pairs: {search.tightness:.5f} of the proved bound "
+        f"(constructed alone {search.constructed:.5f}), {search.norm_share:.5f} of the norms"
+    )
+    for line in report.failures:
+        _print(f"counterexample: {line}")
+    _print_not_checked(report.not_checked)
+    _print(f"{report.outcome} in {report.time_s:.1f} s")
+
+
+def print_scorer(report: ScorerReport) -> None:
+    """Show each peer against the judge, and the orders that fit where one differs."""
+    table = Table("peer", "inputs", "heads", "scores", "differences", "first")
+    for found in report.comparisons:
+        first = ""
+        if found.first is not None:
+            peer, judge = found.first.peer, found.first.judge
+            first = f"row {found.first.row}, key {found.first.key}: {peer['bits']} instead of {judge['bits']}"
+        table.add_row(
+            found.peer, found.inputs, str(found.num_heads), f"{found.scores:,}", f"{found.differences:,}", first
+        )
+    _print(table)
+    _print(f"order of the contract: {report.contract}")
+    for found in report.comparisons:
+        if found.differences and not found.orders:
+            _print(f"{found.peer}, {found.num_heads} heads, {found.inputs}: no order of operations tried fits")
+        for order in found.orders:
+            _print(f"{found.peer}, {found.num_heads} heads, {found.inputs}: fits {found.sample} scores: {order}")
+    _print_not_checked(report.not_checked)
+    _print(f"{report.outcome} in {report.time_s:.1f} s")
 
 
 def print_fuzz(report: FuzzReport) -> None:

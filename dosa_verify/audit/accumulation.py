@@ -380,7 +380,7 @@ def tile_instruction(tile_m: int, tile_n: int, warps: int, device: torch.device,
     from dosa_verify.audit import kernels
 
     def dots(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return kernels.launch_dots(a, b, tile_m=tile_m, tile_n=tile_n, warps=warps)[0]  # type: ignore[no-any-return]
+        return kernels.launch_dots(a, b, tile_m=tile_m, tile_n=tile_n, warps=warps)[0]
 
     one = torch.zeros((1, HEAD_DIM), dtype=torch.uint8, device=device)
     _, compiled = kernels.launch_dots(one, one, tile_m=tile_m, tile_n=tile_n, warps=warps)
@@ -393,9 +393,9 @@ def machine_instructions(device: torch.device) -> tuple[Instruction, ...]:
     """What this machine has: the scorer's kind of tile first; on a GPU other wgmma tiles and one for mma.sync."""
     if device.type == "cpu":
         return (tile_instruction(64, 128, 4, device, counted=True),)
-    tiles = (((64, 128, 4), True), ((32, 64, 4), True), ((64, 64, 4), False), ((128, 64, 4), False))
-    tiles += (((128, 256, 8), False),)
-    return tuple(tile_instruction(*tile, device, counted=counted) for tile, counted in tiles)
+    counted = [tile_instruction(*tile, device, counted=True) for tile in ((64, 128, 4), (32, 64, 4))]
+    others = ((64, 64, 4), (128, 64, 4), (128, 256, 8))
+    return (*counted, *(tile_instruction(*tile, device, counted=False) for tile in others))
 
 
 NOT_CHECKED_ON_CPU = (
@@ -567,7 +567,7 @@ def model_dots(model: Accumulation, a: torch.Tensor, b: torch.Tensor) -> torch.T
     from dosa_verify.audit import kernels
 
     order = torch.tensor(model.step_order.permutation(), device=a.device)
-    return kernels.launch_model(a[:, order], b[:, order], model.parameters())  # type: ignore[no-any-return]
+    return kernels.launch_model(a[:, order], b[:, order], model.parameters())
 
 
 def _small(instruction: Instruction, model: Accumulation, q: torch.Tensor, k: torch.Tensor) -> Counterexample:

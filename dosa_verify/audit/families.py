@@ -41,23 +41,26 @@ class Draw:
     def __init__(self, seed: int, device: torch.device) -> None:
         import torch
 
-        self._torch = torch
         self._generator = torch.Generator(device=device).manual_seed(seed)
         self._device = device
 
     def integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
         """Uniform integers in ``[low, high)``, int32."""
-        return self._torch.randint(
-            low, high, shape, generator=self._generator, device=self._device, dtype=self._torch.int32
-        )
+        import torch
+
+        return torch.randint(low, high, shape, generator=self._generator, device=self._device, dtype=torch.int32)
 
     def chance(self, probability: float, *shape: int) -> torch.Tensor:
         """True with a probability."""
-        return self._torch.rand(shape, generator=self._generator, device=self._device) < probability
+        import torch
+
+        return torch.rand(shape, generator=self._generator, device=self._device) < probability
 
     def normal(self, *shape: int) -> torch.Tensor:
         """Standard normal float32."""
-        return self._torch.randn(shape, generator=self._generator, device=self._device)
+        import torch
+
+        return torch.randn(shape, generator=self._generator, device=self._device)
 
     def bits(self, *shape: int) -> torch.Tensor:
         """All 254 codes that are not NaN."""
@@ -94,11 +97,14 @@ def vectors(family: Family, count: int, side: str, draw: Draw) -> torch.Tensor:
     Returns:
         uint8 codes ``[count, 128]``, contiguous; NaN codes in `Family.NAN` only.
     """
-    return _codes(family, count, side, draw).to(draw._torch.uint8).contiguous()
+    import torch
+
+    return _codes(family, count, side, draw).to(torch.uint8).contiguous()
 
 
 def _codes(family: Family, count: int, side: str, draw: Draw) -> torch.Tensor:
-    torch = draw._torch
+    import torch
+
     shape = (count, HEAD_DIM)
     if family is Family.BITS:
         return draw.bits(*shape)

@@ -1,4 +1,4 @@
-"""Exhaustive audit of the FP8 formats on this machine's CPU.
+"""Exhaustive audit of the FP8 formats on this machine: its CPU, and its GPU if asked for.
 
 Each part puts several implementations beside the reference on every input of a format, or on every input that can
 decide a rounding. Disagreements are never dropped: each run of neighbouring inputs with the same answers is listed
@@ -16,6 +16,8 @@ class                meaning
 ``ue8m0_zero``       zero, which has no UE8M0 code: 2^-126, 2^-127 or NaN
 ``ue8m0_sign``       negative, which has no UE8M0 code: the sign is ignored or the result is NaN
 ``non_finite_row``   a row with NaN or Inf: the reference gives NaN codes and a NaN scale, others what falls out
+``interpreter_cast`` Triton's interpreter encodes as ``dosa_verify.audit.interpreter.predicted_codes`` says
+``interpreter_nan``  Triton's interpreter decodes NaN to 480
 ===================  ==================================================================================================
 
 Anything else is ``unexplained``, and one of those fails the audit.
@@ -24,11 +26,12 @@ Anything else is ``unexplained``, and one of those fails the audit.
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import itertools
 import time
 from collections.abc import Callable, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
@@ -36,7 +39,11 @@ import numpy.typing as npt
 
 from dosa_ref import formats, quantize, tensorcore
 from dosa_ref.formats import Overflow, float_evidence
-from dosa_ref.spec import E4M3_MAX
+from dosa_ref.spec import E4M3_MAX, HEAD_DIM
+from dosa_verify.audit.interpreter import interpreted_casts, predicted_codes
+
+if TYPE_CHECKING:
+    from dosa_verify.audit.all_float32 import Run
 
 SCHEMA = "dosa.audit_fp8/1"
 UNEXPLAINED = "unexplained"
@@ -50,6 +57,12 @@ KNOWN_CLASSES = (
     "ue8m0_zero",
     "ue8m0_sign",
     "non_finite_row",
+    "interpreter_cast",
+    "interpreter_nan",
+)
+NOT_CHECKED_ON_CPU = (
+    "all 4,294,967,296 float32 bit patterns: --device cuda; here every code, tie and midpoint with its neighbours",
+    "casts of torch and Triton on a GPU",
 )
 OVERFLOW_ABOVE = 464.0
 """Midpoint of 448 and what would be the next value; it ties to 448, everything above overflows."""
@@ -138,10 +151,14 @@ class AuditReport:
     Attributes:
         parts: the tables.
         time_s: seconds.
+        device: ``cpu``, or ``cuda`` if the GPU's casts took part.
+        not_checked: what this run cannot tell.
     """
 
     parts: tuple[AuditPart, ...]
     time_s: float
+    device: str = "cpu"
+    not_checked: tuple[str, ...] = ()
 
     @property
     def unexplained(self) -> int:
@@ -158,7 +175,9 @@ class AuditReport:
         return {
             "schema": SCHEMA,
             "outcome": self.outcome,
+            "device": self.device,
             "time_s": self.time_s,
+            "not_checked": list(self.not_checked),
             "parts": [
                 {
                     "name": part.name,
@@ -173,13 +192,17 @@ class AuditReport:
 
 def audit_fp8(
     *,
+    device: str = "cpu",
+    interpreter: bool = False,
     encoders: Sequence[Encoder] = (),
     decoders: Sequence[Decoder] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> AuditReport:
-    """Run the audit.
+    """Run the audit. For ``cuda``, ``dosa_verify.targets.dosa.connect`` must have been called for the GPU.
 
     Args:
+        device: ``cpu``, or ``cuda`` for the GPU's casts beside the CPU's and all float32 bit patterns.
+        interpreter: also audit Triton's interpreter as it is, in a process of its own.
         encoders: further casts to E4M3FN to put beside the built-in ones.
         decoders: further casts from E4M3FN.
         on_progress: called with (parts done, parts).
@@ -187,22 +210,31 @@ def audit_fp8(
     Returns:
         The report; it passes only if every disagreement is exactly what a known class predicts.
 
+    Raises:
+        BackendUnavailable: the interpreter was asked for and does not run.
+
     Exactness: exact; answers are compared as bits.
     """
     started = time.monotonic()
-    all_encoders = (*_builtin_encoders(), *encoders)
-    all_decoders = (*_builtin_decoders(), *decoders)
+    machines = _torch_machines(device)
+    all_encoders = (*_builtin_encoders(machines), *encoders)
+    all_decoders = (*_builtin_decoders(machines), *decoders)
     work: list[Callable[[], AuditPart]] = [
         lambda: _decode_part(all_decoders),
         lambda: _encode_part("encode all bfloat16", _all_values(ml_dtypes.bfloat16), all_encoders),
         lambda: _encode_part("encode all float16", _all_values(np.float16), all_encoders),
         lambda: _encode_part("encode float32 boundaries, ties and neighbours", float32_edges(), all_encoders),
         lambda: _clamped_part(all_encoders),
-        _product_part,
-        _ue8m0_decode_part,
-        _ue8m0_encode_part,
-        *(lambda scale=scale: _quantize_part(scale) for scale in quantize.ScaleFormat),
+        lambda: _product_part(machines),
+        lambda: _ue8m0_decode_part(machines),
+        lambda: _ue8m0_encode_part(machines),
+        *(lambda scale=scale: _quantize_part(scale, machines) for scale in quantize.ScaleFormat),
     ]
+    if device == "cuda":
+        work.append(_all_float32_part)
+    if interpreter:
+        answers = interpreted_casts(float32_edges())
+        work += [lambda: _interpreter_encode_part(answers[0]), lambda: _interpreter_decode_part(answers[1])]
     parts = []
     for done, part in enumerate(work, start=1):
         # Overflow and NaN in casts are the subject here, not an accident to warn of.
@@ -210,7 +242,13 @@ def audit_fp8(
             parts.append(part())
         if on_progress is not None:
             on_progress(done, len(work))
-    return AuditReport(parts=tuple(parts), time_s=round(time.monotonic() - started, 3))
+    missing = [] if interpreter else ["Triton's interpreter as it is"]
+    return AuditReport(
+        parts=tuple(parts),
+        time_s=round(time.monotonic() - started, 3),
+        device=device,
+        not_checked=(*(NOT_CHECKED_ON_CPU if device == "cpu" else ()), *missing),
+    )
 
 
 # Inputs
@@ -298,7 +336,37 @@ def _to_torch(torch: Any, values: Array) -> Any:
     return torch.from_numpy(values.copy())
 
 
-def _builtin_encoders() -> tuple[Encoder, ...]:
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class TorchMachine:
+    """Torch on one of the machine's devices.
+
+    Attributes:
+        name: for reports.
+        device: torch's word for it.
+        torch: the module.
+    """
+
+    name: str
+    device: str
+    torch: Any
+
+    def tensor(self, values: Array) -> Any:
+        """Copy an array to the device."""
+        return _to_torch(self.torch, values).to(self.device)
+
+
+def _torch_machines(device: str) -> tuple[TorchMachine, ...]:
+    torch = _torch()
+    if torch is None:
+        return ()
+    names = {"cpu": "CPU", "cuda": "CUDA"} if device == "cuda" else {"cpu": "CPU"}
+    return tuple(
+        TorchMachine(name=f"torch {torch.__version__} {name}", device=where, torch=torch)
+        for where, name in names.items()
+    )
+
+
+def _builtin_encoders(machines: Sequence[TorchMachine]) -> tuple[Encoder, ...]:
     encoders = [
         Encoder(name="reference, overflow to NaN", encode=lambda values: _reference_codes(values, Overflow.NAN)),
         Encoder(
@@ -307,28 +375,65 @@ def _builtin_encoders() -> tuple[Encoder, ...]:
         ),
         Encoder(name="ml_dtypes", encode=lambda values: values.astype(FP8).view(np.uint8)),
     ]
-    torch = _torch()
-    if torch is not None:
-
-        def encode(values: Array) -> Codes:
-            codes: Codes = _to_torch(torch, values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
-            return codes
-
-        encoders.append(Encoder(name=f"torch {torch.__version__} CPU", encode=encode))
+    encoders += [Encoder(name=machine.name, encode=_torch_encoder(machine)) for machine in machines]
+    encoders += [
+        Encoder(name=f"{_triton_name()} CUDA", encode=_triton_encoder(machine))
+        for machine in machines
+        if machine.device == "cuda"
+    ]
     return tuple(encoders)
 
 
-def _builtin_decoders() -> tuple[Decoder, ...]:
+def _torch_encoder(machine: TorchMachine) -> Callable[[Array], Codes]:
+    def encode(values: Array) -> Codes:
+        torch = machine.torch
+        codes: Codes = machine.tensor(values).to(torch.float8_e4m3fn).view(torch.uint8).cpu().numpy()
+        return codes
+
+    return encode
+
+
+def _triton_encoder(machine: TorchMachine) -> Callable[[Array], Codes]:
+    def encode(values: Array) -> Codes:
+        from dosa_verify.audit import kernels
+
+        codes: Codes = kernels.launch_cast(machine.tensor(values)).cpu().numpy()
+        return codes
+
+    return encode
+
+
+def _triton_name() -> str:
+    return f"Triton {importlib.metadata.version('triton')}"
+
+
+def _builtin_decoders(machines: Sequence[TorchMachine]) -> tuple[Decoder, ...]:
     decoders = [Decoder(name="ml_dtypes", decode=lambda codes: codes.view(FP8).astype(np.float32))]
-    torch = _torch()
-    if torch is not None:
-
-        def decode(codes: Codes) -> Floats:
-            values: Floats = torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).float().numpy()
-            return values
-
-        decoders.append(Decoder(name=f"torch {torch.__version__} CPU", decode=decode))
+    decoders += [Decoder(name=machine.name, decode=_torch_decoder(machine)) for machine in machines]
+    decoders += [
+        Decoder(name=f"{_triton_name()} CUDA", decode=_triton_decoder(machine))
+        for machine in machines
+        if machine.device == "cuda"
+    ]
     return tuple(decoders)
+
+
+def _torch_decoder(machine: TorchMachine) -> Callable[[Codes], Floats]:
+    def decode(codes: Codes) -> Floats:
+        values: Floats = machine.tensor(codes).view(machine.torch.float8_e4m3fn).float().cpu().numpy()
+        return values
+
+    return decode
+
+
+def _triton_decoder(machine: TorchMachine) -> Callable[[Codes], Floats]:
+    def decode(codes: Codes) -> Floats:
+        from dosa_verify.audit import kernels
+
+        values: Floats = kernels.launch_decode(machine.tensor(codes)).cpu().numpy()
+        return values
+
+    return decode
 
 
 # Parts
@@ -360,7 +465,7 @@ def _clamped_part(encoders: Sequence[Encoder]) -> AuditPart:
     return _part("encode after the clamp to 448", values, reference.view(FP8), answers, _classify_nan_only)
 
 
-def _product_part() -> AuditPart:
+def _product_part(machines: Sequence[TorchMachine]) -> AuditPart:
     """All 65,536 products: float32 holds each exactly, and so does one step of the tensor core."""
     codes = np.arange(256, dtype=np.uint8)
     left, right = (axis.ravel() for axis in np.meshgrid(codes, codes, indexing="ij"))
@@ -370,15 +475,28 @@ def _product_part() -> AuditPart:
     )
     values = codes.view(FP8).astype(np.float32)
     answers = {"float32, ml_dtypes": values[left] * values[right]}
-    torch = _torch()
-    if torch is not None:
-        tensor = torch.from_numpy(codes.copy()).view(torch.float8_e4m3fn).float()
-        answers[f"float32, torch {torch.__version__} CPU"] = (tensor[:, None] * tensor[None, :]).ravel().numpy()
+    for machine in machines:
+        tensor = machine.tensor(codes).view(machine.torch.float8_e4m3fn).float()
+        answers[f"float32, {machine.name}"] = (tensor[:, None] * tensor[None, :]).ravel().cpu().numpy()
     operands = np.zeros((256, tensorcore.WGMMA_E4M3.terms_per_step), np.uint8)
     operands[:, 0] = codes
     answers["tensor-core model"] = tensorcore.dots(operands, operands, tensorcore.WGMMA_E4M3).ravel()
+    for machine in machines:
+        if machine.device == "cuda":
+            answers["tensor core of the GPU, wgmma"] = _tensor_core_products(machine, operands)
     pairs = (left.astype(np.uint16) << 8) | right
     return _part("products of all pairs of codes", pairs, reference, answers, _classify_floats)
+
+
+def _tensor_core_products(machine: TorchMachine, operands: Codes) -> Floats:
+    from dosa_verify.audit import kernels
+
+    padded = np.zeros((256, HEAD_DIM), np.uint8)
+    padded[:, : operands.shape[1]] = operands
+    tensor = machine.tensor(padded)
+    dots, _ = kernels.launch_dots(tensor, tensor, tile_m=64, tile_n=128, warps=4)
+    products: Floats = dots.ravel().cpu().numpy()
+    return products
 
 
 def _exact_product(a: Fraction | float, b: Fraction | float) -> float:
@@ -391,29 +509,25 @@ def _exact_product(a: Fraction | float, b: Fraction | float) -> float:
     return float(a) * float(b)
 
 
-def _ue8m0_decode_part() -> AuditPart:
+def _ue8m0_decode_part(machines: Sequence[TorchMachine]) -> AuditPart:
     codes = np.arange(256, dtype=np.uint8)
     reference = np.array([float(formats.decode_ue8m0(int(code))) for code in codes], np.float32)
     answers = {
         "reference, array twin": formats.ue8m0_to_float32(codes),
         "ml_dtypes": codes.view(E8M0).astype(np.float32),
     }
-    torch = _torch()
-    if torch is not None:
-        answers[f"torch {torch.__version__} CPU"] = (
-            torch.from_numpy(codes.copy()).view(torch.float8_e8m0fnu).float().numpy()
-        )
+    for machine in machines:
+        answers[machine.name] = machine.tensor(codes).view(machine.torch.float8_e8m0fnu).float().cpu().numpy()
     return _part("decode all UE8M0 codes", codes, reference, answers, _classify_floats)
 
 
-def _ue8m0_encode_part() -> AuditPart:
+def _ue8m0_encode_part(machines: Sequence[TorchMachine]) -> AuditPart:
     """The bit trick against exact arithmetic, and the libraries' casts beside it."""
     values = _ue8m0_inputs()
     answers = {"exact ceiling": _exact_ceiling(values), "ml_dtypes cast": values.astype(E8M0).view(np.uint8)}
-    torch = _torch()
-    if torch is not None:
-        cast = torch.from_numpy(values.copy()).to(torch.float8_e8m0fnu)
-        answers[f"torch {torch.__version__} CPU cast"] = cast.view(torch.uint8).numpy()
+    for machine in machines:
+        cast = machine.tensor(values).to(machine.torch.float8_e8m0fnu)
+        answers[f"{machine.name} cast"] = cast.view(machine.torch.uint8).cpu().numpy()
     # Compared as codes: 0x00 is 2^-127 and 0xff NaN.
     wrapped = {name: codes.view(E8M0) for name, codes in answers.items()}
     return _part("encode UE8M0, rounding up", values, formats.ceil_ue8m0(values).view(E8M0), wrapped, _classify_ue8m0)
@@ -436,13 +550,12 @@ def _exact_ceiling(values: Floats) -> Codes:
     return np.array(codes, np.uint8)
 
 
-def _quantize_part(scale_format: quantize.ScaleFormat) -> AuditPart:
+def _quantize_part(scale_format: quantize.ScaleFormat, machines: Sequence[TorchMachine]) -> AuditPart:
     rows = edge_rows()
     codes, scale = quantize.quantize_tokens(rows, scale_format)
     answers = {"float32, ml_dtypes": _pack_row(*_quantize_numpy(rows, scale_format))}
-    torch = _torch()
-    if torch is not None:
-        answers[f"torch {torch.__version__} CPU"] = _pack_row(*_quantize_torch(torch, rows, scale_format))
+    for machine in machines:
+        answers[machine.name] = _pack_row(*_quantize_torch(machine, rows, scale_format))
     finite = np.asarray(np.isfinite(rows).all(axis=1))
     name = f"quantise edge rows, scale {scale_format.value}"
     reference = _pack_row(codes.view(np.uint8), scale)
@@ -480,16 +593,17 @@ def _quantize_numpy(rows: Floats, scale_format: quantize.ScaleFormat) -> tuple[C
     return quotient.astype(FP8).view(np.uint8), scale
 
 
-def _quantize_torch(torch: Any, rows: Floats, scale_format: quantize.ScaleFormat) -> tuple[Codes, Floats]:
+def _quantize_torch(machine: TorchMachine, rows: Floats, scale_format: quantize.ScaleFormat) -> tuple[Codes, Floats]:
     """Production's formula with torch, the power of two from the bits."""
-    x = torch.from_numpy(rows.copy())
+    torch = machine.torch
+    x = machine.tensor(rows)
     scale = x.abs().amax(dim=1).clamp(min=1e-4) / 448
     if scale_format is quantize.ScaleFormat.UE8M0:
         bits = scale.view(torch.int32)
         exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
         scale = (exponent.clamp(max=255) << 23).view(torch.float32)
     codes = (x / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    return codes.numpy(), scale.numpy()
+    return codes.cpu().numpy(), scale.cpu().numpy()
 
 
 def _pack_row(codes: Codes, scale: Floats) -> npt.NDArray[np.uint8]:
@@ -514,6 +628,83 @@ def _packed_evidence(packed: npt.NDArray[np.uint8], place: int) -> dict[str, str
             "scale": scale["bits"],
         }
     return {**scale, "element": "scale"}
+
+
+def _all_float32_part() -> AuditPart:
+    """Every float32 bit pattern on the GPU, against integers; the reference itself is compared in the tests."""
+    import torch
+
+    from dosa_verify.audit import all_float32, kernels
+
+    casts = (
+        all_float32.Cast(
+            name=f"torch {torch.__version__} CUDA",
+            cast=lambda values: values.to(torch.float8_e4m3fn).view(torch.uint8),
+        ),
+        all_float32.Cast(name=f"{_triton_name()} CUDA", cast=kernels.launch_cast),
+    )
+    return sweep_part("encode all float32 bit patterns", all_float32.sweep(casts, torch.device("cuda")), 2**32)
+
+
+def sweep_part(name: str, runs: dict[str, list[Run]], inputs: int) -> AuditPart:
+    """Return the runs of a sweep as a part of the audit.
+
+    Args:
+        name: of the part.
+        runs: per cast, from ``all_float32.sweep``.
+        inputs: bit patterns compared.
+    """
+
+    def value(bits: int) -> dict[str, str]:
+        return _evidence(np.array([bits], np.uint32).view(np.float32), 0)
+
+    def code(bits: int) -> dict[str, str]:
+        return _evidence(np.array([bits], np.uint8).view(FP8), 0)
+
+    return AuditPart(
+        name=name,
+        inputs=inputs,
+        implementations=("reference in integers, on the device", *runs),
+        disagreements=tuple(
+            Disagreement(
+                implementation=who,
+                kind=run.kind,
+                count=run.count,
+                first=value(run.first),
+                last=value(run.last),
+                reference=code(run.reference),
+                got=code(run.got),
+            )
+            for who, found in runs.items()
+            for run in found
+        ),
+    )
+
+
+def _interpreter_encode_part(codes: Codes) -> AuditPart:
+    values = float32_edges()
+    predicted = predicted_codes(values)
+
+    def classify(inputs: Array, _reference: Array, got: Array) -> npt.NDArray[np.str_]:
+        at = np.searchsorted(values.view(np.uint32), inputs.view(np.uint32))
+        return np.where(predicted[at] == _bits(got), "interpreter_cast", UNEXPLAINED)
+
+    name = "encode float32 boundaries, Triton's interpreter"
+    reference = _reference_codes(values, Overflow.SATURATE).view(FP8)
+    return _part(name, values, reference, {f"{_triton_name()} interpreter": codes.view(FP8)}, classify)
+
+
+def _interpreter_decode_part(values: Floats) -> AuditPart:
+    codes = np.arange(256, dtype=np.uint8)
+    reference = np.array([float(formats.decode_e4m3(int(code))) for code in codes], np.float32)
+
+    def classify(inputs: Array, reference: Array, got: Array) -> npt.NDArray[np.str_]:
+        kinds = _classify_floats(inputs, reference, got)
+        kinds[np.isnan(reference) & (np.abs(got) == 480)] = "interpreter_nan"
+        return kinds
+
+    name = "decode all E4M3FN codes, Triton's interpreter"
+    return _part(name, codes, reference, {f"{_triton_name()} interpreter": values}, classify)
 
 
 # Comparing and classing

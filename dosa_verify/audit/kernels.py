@@ -4,6 +4,8 @@ Like every kernel module it is bound to the interpreter or to the compiler when 
 ``dosa_verify.targets.dosa.connect`` first. Nothing here is shared with ``dosa_ref`` or ``dosa_gpu``.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -33,7 +35,7 @@ def _dot_kernel(
     tl.store(out_ptr + rows.to(tl.int64)[:, None] * n + columns[None, :], dot, mask=inside)
 
 
-def launch_dots(a, b, *, tile_m: int, tile_n: int, warps: int):
+def launch_dots(a: torch.Tensor, b: torch.Tensor, *, tile_m: int, tile_n: int, warps: int) -> tuple[torch.Tensor, Any]:
     """All dots of the rows of two matrices by ``tl.dot``; which instruction that becomes is the tile's doing.
 
     Args:
@@ -179,7 +181,16 @@ def _model_kernel(
         tl.store(got_ptr + place, bits, mask=inside)
 
 
-def _launch_model(a, b, got, count, first, row_offset: int, parameters: dict, compare: bool) -> None:
+def _launch_model(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    got: torch.Tensor,
+    count: torch.Tensor,
+    first: torch.Tensor,
+    row_offset: int,
+    parameters: dict[str, Any],
+    compare: bool,
+) -> None:
     m, n = a.shape[0], b.shape[0]
     # The interpreter pays per operation, not per element: larger tiles there.
     tile = (16, 16) if a.is_cuda else (64, 64 if n > 16 else 16)
@@ -190,7 +201,7 @@ def _launch_model(a, b, got, count, first, row_offset: int, parameters: dict, co
     )  # fmt: skip
 
 
-def launch_model(a, b, parameters: dict):
+def launch_model(a: torch.Tensor, b: torch.Tensor, parameters: dict[str, Any]) -> torch.Tensor:
     """The integer model's dots of the rows of two matrices.
 
     Args:
@@ -206,7 +217,15 @@ def launch_model(a, b, parameters: dict):
     return bits.view(torch.float32)
 
 
-def launch_compare(a, b, got, count, first, row_offset: int, parameters: dict) -> None:
+def launch_compare(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    got: torch.Tensor,
+    count: torch.Tensor,
+    first: torch.Tensor,
+    row_offset: int,
+    parameters: dict[str, Any],
+) -> None:
     """Compare dots with the integer model, every bit.
 
     Args:
@@ -227,7 +246,7 @@ def _cast_kernel(x_ptr, code_ptr, n, BLOCK: tl.constexpr):
     tl.store(code_ptr + place, tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float8e4nv), mask=inside)
 
 
-def launch_cast(values):
+def launch_cast(values: torch.Tensor) -> torch.Tensor:
     """Triton's own cast to E4M3FN.
 
     Args:
@@ -249,7 +268,7 @@ def _decode_kernel(code_ptr, value_ptr, n, BLOCK: tl.constexpr):
     tl.store(value_ptr + place, tl.load(code_ptr + place, mask=inside, other=0.0).to(tl.float32), mask=inside)
 
 
-def launch_decode(codes):
+def launch_decode(codes: torch.Tensor) -> torch.Tensor:
     """Triton's own cast from E4M3FN to float32.
 
     Args:

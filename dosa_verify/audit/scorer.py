@@ -1,7 +1,8 @@
 """Audit of whole scores: does a scorer still compute the bits of the contract ``sm90``, and if not, in which order?
 
-The judge is written apart from ``dosa_ref`` and ``dosa_gpu``: dots by the integer model of ``dosa_verify.audit.kernels``,
-heads combined in torch with a fused multiply-add of its own. An order of operations is a point of a small space:
+The judge is written apart from ``dosa_ref`` and ``dosa_gpu``: dots by the integer model of
+``dosa_verify.audit.kernels``, heads combined in torch with a fused multiply-add of its own. An order of operations is a
+point of a small space:
 
 - which product is rounded on its own before the chain of fused multiply-adds starts, for even and for odd heads;
 - whether heads run upward or downward, and how a head's number splits into step, lane and parity;
@@ -92,9 +93,8 @@ class HeadOrder:
         """Words for a reader."""
         chains = self.even.value if self.even is self.odd else f"even: {self.even.value}; odd: {self.odd.value}"
         way = "downward" if self.descending else "upward"
-        return (
-            f"{self.split.value}, steps {way}; {chains}; k_scale multiplies {self.scale.value}; lanes {self.lanes.value}"
-        )
+        words = (f"{self.split.value}, steps {way}", chains, f"k_scale multiplies {self.scale.value}")
+        return "; ".join((*words, f"lanes {self.lanes.value}"))
 
 
 CONTRACT = HeadOrder()

@@ -9,7 +9,7 @@ import pytest
 
 import dosa_verify
 from dosa_verify import environment, proving, selection, verify
-from dosa_verify.audit import fp8
+from dosa_verify.audit import accumulation, evidence, fp8, scorer
 from dosa_verify.fuzz import runner
 
 FOLDER = importlib.resources.files("dosa_verify") / "schemas"
@@ -18,6 +18,9 @@ NAMES = {
     environment.SCHEMA,
     proving.SCHEMA,
     fp8.SCHEMA,
+    accumulation.SCHEMA,
+    scorer.SCHEMA,
+    evidence.SCHEMA,
     runner.SCHEMA,
     selection.SELECT_SCHEMA,
     selection.CHECK_SCHEMA,
