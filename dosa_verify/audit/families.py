@@ -81,7 +81,8 @@ class Draw:
 
     def perturbed(self, codes: torch.Tensor, places: int) -> torch.Tensor:
         """Replace some random elements of each row by random codes."""
-        where = self.integers(0, HEAD_DIM, len(codes), places).long()
+        # Distinct places: what a scatter writes where two meet would not be the same on every run.
+        where = self.normal(*codes.shape).argsort(dim=1)[:, :places]
         return codes.scatter(1, where, self.bits(len(codes), places))
 
 

@@ -16,6 +16,7 @@ class                meaning
 ``ue8m0_zero``       zero, which has no UE8M0 code: 2^-126, 2^-127 or NaN
 ``ue8m0_sign``       negative, which has no UE8M0 code: the sign is ignored or the result is NaN
 ``non_finite_row``   a row with NaN or Inf: the reference gives NaN codes and a NaN scale, others what falls out
+``reciprocal``       torch on a GPU divides by the number 448 as a product with float32's 1/448: another linear scale
 ``interpreter_cast`` Triton's interpreter encodes as ``dosa_verify.audit.interpreter.predicted_codes`` says
 ``interpreter_nan``  Triton's interpreter decodes NaN to 480
 ===================  ==================================================================================================
@@ -57,6 +58,7 @@ KNOWN_CLASSES = (
     "ue8m0_zero",
     "ue8m0_sign",
     "non_finite_row",
+    "reciprocal",
     "interpreter_cast",
     "interpreter_nan",
 )
@@ -557,16 +559,18 @@ def _quantize_part(scale_format: quantize.ScaleFormat, machines: Sequence[TorchM
     for machine in machines:
         answers[machine.name] = _pack_row(*_quantize_torch(machine, rows, scale_format))
     finite = np.asarray(np.isfinite(rows).all(axis=1))
+    by_product = _pack_row(*_quantize_numpy(rows, scale_format, reciprocal=True))
     name = f"quantise edge rows, scale {scale_format.value}"
     reference = _pack_row(codes.view(np.uint8), scale)
     disagreements = []
     for who, packed in answers.items():
         for row in np.flatnonzero((packed != reference).any(axis=1)).tolist():
             place = int(np.flatnonzero(packed[row] != reference[row])[0])
+            kind = "reciprocal" if np.array_equal(packed[row], by_product[row]) else UNEXPLAINED
             disagreements.append(
                 Disagreement(
                     implementation=who,
-                    kind=UNEXPLAINED if finite[row] else "non_finite_row",
+                    kind=kind if finite[row] else "non_finite_row",
                     count=1,
                     first=_row_evidence(rows, row),
                     last=_row_evidence(rows, row),
@@ -582,10 +586,12 @@ def _quantize_part(scale_format: quantize.ScaleFormat, machines: Sequence[TorchM
     )
 
 
-def _quantize_numpy(rows: Floats, scale_format: quantize.ScaleFormat) -> tuple[Codes, Floats]:
-    """Production's formula with NumPy and ml_dtypes, the power of two by frexp."""
+def _quantize_numpy(
+    rows: Floats, scale_format: quantize.ScaleFormat, *, reciprocal: bool = False
+) -> tuple[Codes, Floats]:
+    """Production's formula with NumPy and ml_dtypes, the power of two by frexp; or with a product by 1/448."""
     amax = np.maximum(np.abs(rows).max(axis=1), np.float32(1e-4))
-    scale = (amax / np.float32(448)).astype(np.float32)
+    scale = amax * (np.float32(1) / np.float32(448)) if reciprocal else amax / np.float32(448)
     if scale_format is quantize.ScaleFormat.UE8M0:
         fraction, exponent = np.frexp(scale)
         scale = np.ldexp(np.float32(1), np.where(fraction == 0.5, exponent - 1, exponent)).astype(np.float32)

@@ -360,7 +360,7 @@ def deep_gemm() -> tuple[Peer, ...]:
         cache = torch.cat([codes, scales], dim=1).view(pages, PAGE_SIZE, 1, HEAD_DIM + 4)
         # Pages in reverse, so that the table is really read.
         table = torch.arange(pages - 1, -1, -1, dtype=torch.int32, device=inputs.q.device)
-        lengths = torch.full((rows,), keys, dtype=torch.int32, device=inputs.q.device)
+        lengths = torch.full((rows, 1), keys, dtype=torch.int32, device=inputs.q.device)
         multiprocessors = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
         plan = library.get_paged_mqa_logits_metadata(lengths, PAGE_SIZE, multiprocessors)
         logits = library.fp8_paged_mqa_logits(
