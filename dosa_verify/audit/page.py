@@ -94,7 +94,7 @@ def family_rows(audit: Record) -> list[dict[str, object]]:
 
 
 def probe_rows(audit: Record) -> list[dict[str, object]]:
-    """One row per model: differences of every instruction on the mixed families, smallest counterexample of the first."""
+    """One row per model: differences of every instruction, and the smallest counterexample of the first one."""
     rows = []
     for place, model in enumerate(audit["models"]):
         found = [instruction["probe"][place] for instruction in audit["instructions"]]
