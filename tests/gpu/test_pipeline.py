@@ -76,7 +76,7 @@ class TestAllPaths:
         assert_equals_reference(run(problem, device, path, mode), problem)
 
     def test_a_small_workspace_means_more_blocks_not_other_keys(self, path, mode, device):
-        problem = build(dataclasses.replace(LEARNED, rows=40, keys=5000))
+        problem = build(dataclasses.replace(LEARNED, rows=20, keys=3000))
         small = run(problem, device, path, mode, workspace_bytes=12 * 2**20)
         assert small.stats.workspace_bytes <= 12 * 2**20
         assert_equals_reference(small, problem)

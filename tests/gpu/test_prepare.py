@@ -151,3 +151,17 @@ def test_every_guard_constant_stands_in_a_lemma_that_the_gate_demands():
     ledger = json.loads((gate.ledger_folder() / "ledger.json").read_text(encoding="utf-8"))["lemmas"]
     spoken_of = {name for lemma in LEMMAS for name in ledger[lemma]["constants"]}
     assert set(GUARD_CONSTANTS) <= spoken_of
+
+
+def test_the_projection_comes_near_the_best_non_negative_fit(random):
+    from scipy.optimize import nnls
+
+    targets, basis = random.normal(0, 1, (1, 9, 128)), random.normal(0.3, 1, (1, 6, 128))
+    basis[0, 5] = 0.0
+    got = prepare.project(torch.from_numpy(targets), torch.from_numpy(basis))[0].numpy()
+    assert (got >= 0).all()
+    assert (got[:, 5] == 0).all()
+    for head in range(9):
+        _, best = nnls(basis[0].T, targets[0, head])
+        reached = np.linalg.norm(targets[0, head] - got[head] @ basis[0])
+        assert best * (1 - 1e-6) <= reached <= best * 1.01
