@@ -180,8 +180,11 @@ def select_prefill(
         )
     if k.shape[0] >= 2**31 - 2**17:
         raise UnsupportedConfiguration(f"k: {k.shape[0]} keys, key columns are int32")
+    hints = None
     if hint_indices is not None:
         _require(hint_indices.dtype in (torch.int32, torch.int64), "hint_indices", hint_indices.dtype, "int32 or int64")
+        # Each key once, in the order given: seeds must be distinct.
+        hints = torch.tensor(list(dict.fromkeys(hint_indices.flatten().tolist())), dtype=torch.int64, device=q.device)
     padded = next(size for size in SM90_NUM_HEADS if size >= heads)
     visible = (cu_seqlen_ke.long() - cu_seqlen_ks.long()).clamp(min=0)
     taken = path
@@ -234,7 +237,7 @@ def select_prefill(
             topk,
             mode if taken is Path.DOSA else None,
             plan,
-            hint_indices,
+            hints,
             workspace,
             may_give_up=path is Path.AUTO,
             on_progress=on_progress,

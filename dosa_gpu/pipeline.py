@@ -31,10 +31,6 @@ ACTIVITY_SAMPLE = 64
 """Seeds per row on which the heads' activity is measured."""
 GIVE_UP_ABOVE = 0.5
 """On the automatic path, share of rescored pairs above which the following rows are scored densely."""
-RESCAN_ELEMENTS = 2**20
-"""Logits that a rescan of overflowing rows holds at once."""
-
-_NO_KEY = torch.iinfo(torch.int32).max
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +114,7 @@ def key_side(k: torch.Tensor, k_scale: torch.Tensor) -> Keys:
 def choose_seeds(
     ks: torch.Tensor, ke: torch.Tensor, budget: int, hints: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Distinct visible keys per row, ascending: neighbours' winners and new keys, or new keys and a stride sample.
+    """Distinct visible keys per row: neighbours' winners and the newest keys, or the newest keys and a stride sample.
 
     Args:
         ks, ke: ``[rows]`` int32.
@@ -126,29 +122,34 @@ def choose_seeds(
         hints: distinct key columns, best first, or None.
 
     Returns:
-        ``[rows, budget]`` int32 and the count of seeds per row int32; a row whose window is no longer than the budget
-        gets all its keys. Exactness: heuristic; the choice changes speed only.
+        ``[rows, budget]`` int32 in any order, and bool of that shape: which places hold a seed (the others hold key 0).
+        A row whose window is no longer than the budget gets all its keys. Exactness: heuristic; the choice changes
+        speed only.
     """
     start = ks.long().unsqueeze(1)
-    length = (ke.long().unsqueeze(1) - start).clamp(min=0)
+    end = torch.maximum(ke.long().unsqueeze(1), start)
+    length = end - start
     place = torch.arange(budget, device=ks.device)
     newest = budget - budget // 2
     # Newest half, then an even sample of what lies before it; distinct by construction.
     older = (place - newest).clamp(min=0) * (length - newest).clamp(min=0) // max(budget // 2, 1)
-    spread = start + torch.where(place < newest, length - 1 - place, older)
-    seed = torch.where(length <= budget, torch.where(place < length, start + place, _NO_KEY), spread)
+    seed = torch.where(place < newest, end - 1 - place, start + older)
     if hints is not None:
-        hints = hints[: budget - budget // 4].to(ks.device)
-        near = ke.long().unsqueeze(1) - 1 - torch.arange(budget - len(hints), device=ks.device)
-        hinted = torch.cat([hints.long().expand(len(ks), -1), near], dim=1)
-        hinted = torch.where((hinted >= start) & (hinted < start + length), hinted, _NO_KEY).sort(1).values
-        hinted[:, 1:].masked_fill_(hinted[:, 1:] == hinted[:, :-1], _NO_KEY)
+        hints = hints[: budget - budget // 4].to(device=ks.device, dtype=torch.int64)
+        near = budget - len(hints)
+        hinted = torch.cat([hints.expand(len(ks), -1), end - 1 - place[:near]], dim=1)
+        # A hint among the newest keys is there already.
+        fits = (hinted >= start) & (hinted < torch.where(place < len(hints), end - near, end))
         # Hints of another sequence may leave a row nearly without seeds; such a row keeps the plain choice.
-        enough = (hinted != _NO_KEY).sum(1, keepdim=True) * 4 >= budget * 3
-        seed = torch.where(enough & (length > budget), hinted, seed)
-    seed = seed.sort(1).values
-    count = (seed != _NO_KEY).sum(1).to(torch.int32)
-    return torch.where(seed == _NO_KEY, 0, seed).to(torch.int32), count
+        enough = (fits.sum(1, keepdim=True) * 4 >= budget * 3) & (length > budget)
+        seed = torch.where(enough, hinted, seed)
+        fits = fits | ~enough
+    else:
+        fits = torch.ones_like(seed, dtype=torch.bool)
+    short = length <= budget
+    seed = torch.where(short, start + place, seed)
+    fits = torch.where(short, place < length, fits)
+    return torch.where(fits, seed, 0).to(torch.int32), fits
 
 
 def _score_dense(rows: Rows, keys: Keys, running: RunningTopK, low: int, high: int, logits: torch.Tensor) -> None:
@@ -173,18 +174,19 @@ def dense_rows(rows: Rows, keys: Keys, topk: int, chunk: int, workspace: Workspa
     return running
 
 
-def _rescan(rows: Rows, keys: Keys, running: RunningTopK, places: torch.Tensor, low: int, high: int) -> None:
+def _rescan(
+    rows: Rows, keys: Keys, running: RunningTopK, places: torch.Tensor, low: int, high: int, plan: PrefillPlan
+) -> None:
     """Score ``[low, high)`` densely for the rows at ``places``, a few at a time, into their running top-K."""
     topk = running.now[0].shape[1]
-    group = max(1, min(64, len(places)))
-    width = min(high - low, max(64, RESCAN_ELEMENTS // group))
-    for some in places.split(group):
+    for some in places.split(plan.rescan_rows):
         part = rows.pick(some)
-        space = Workspace(places.device, 2**62)
+        space = Workspace(places.device, plan.rescan_bytes)
         inner = RunningTopK(space, len(part), topk)
         for inside, outside in zip(inner.now, running.now, strict=True):
             inside.copy_(outside[some])
-        _score_dense(part, keys, inner, low, high, space.take((len(part), width), torch.float32))
+        logits = space.take((len(part), min(plan.rescan_keys, high - low)), torch.float32)
+        _score_dense(part, keys, inner, low, high, logits)
         for inside, outside in zip(inner.now, running.now, strict=True):
             outside[some] = inside
 
@@ -213,15 +215,18 @@ def pruned_rows(
     visible = (rows.ke - rows.ks).long()
 
     # Seeds, their scores with the original scorer, tau.
-    seed, seed_count = choose_seeds(rows.ks, rows.ke, plan.seed_budget, hints)
+    seed, is_seed = choose_seeds(rows.ks, rows.ke, plan.seed_budget, hints)
     seed_score = workspace.take((count_rows, plan.seed_budget), torch.float32)
-    launch_rescore(*shared, seed, seed_count, seed_score, plan.seed_budget)
+    zero = torch.zeros_like(rows.ks)
+    every = torch.full_like(rows.ks, plan.seed_budget)
+    launch_rescore(*shared, seed, every, seed_score, plan.seed_budget)
+    # The list is not ordered by key, which decides among ties only: the K-th score is the same.
     best = RunningTopK(workspace, count_rows, topk)
-    best.merge(seed, seed_score, torch.zeros_like(seed_count), seed_count, 0)
+    best.merge(seed, seed_score.masked_fill_(~is_seed, torch.nan), zero, every, 0)
     too_few = best.now[2] < topk
     tau = best.kth()
     seed_tau = tau
-    rescored = seed_count.long()
+    rescored = is_seed.sum(1)
 
     pruning = mode in (Mode.PRUNE, Mode.BOTH)
     unusable = torch.zeros_like(too_few)
@@ -260,7 +265,6 @@ def pruned_rows(
             (index.shape, score.shape, count.shape),
             (torch.int32, torch.float32, torch.int32),
         )
-    zero = torch.zeros_like(seed_count)
     for start in range(low, high, chunk):
         end = min(start + chunk, high)
         if pruning:
@@ -284,7 +288,7 @@ def pruned_rows(
         if overflow.any():
             overflowed |= overflow
             rescored += torch.where(overflow, (ke.clamp(max=end) - rows.ks.clamp(min=start)).long(), 0)
-            _rescan(rows, keys, running, overflow.nonzero().flatten(), start, end)
+            _rescan(rows, keys, running, overflow.nonzero().flatten(), start, end, plan)
         tau = torch.maximum(tau, running.kth())
     # All keys include the seeds: a K-th score below the seeds' can only come from a fault.
     failed[Fallback.THRESHOLD_NOT_MET] = ~unusable & (running.kth() < seed_tau)

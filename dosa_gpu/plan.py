@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from dosa_ref.spec import InvalidProblem, Mode, UnsupportedConfiguration
+from dosa_ref.spec import HEAD_DIM, InvalidProblem, Mode, UnsupportedConfiguration
 
 DEFAULT_WORKSPACE_BYTES = 2 * 1024**3
 DEFAULT_COLUMNS = {32: 16, 64: 32}
@@ -13,15 +13,19 @@ SUPPORTED_COLUMNS = (8, 16, 32)
 
 FIRST_ROWS = 8
 """Rows of the first block. It has no neighbour's winners as seeds, so it is small; later blocks grow eightfold."""
-MAX_ROWS = 1024
+MAX_ROWS = 4096
 KEY_CHUNK = 131072
 FIRST_CHUNKS = 6
 """Key chunks for rows without neighbour's winners: their ``tau`` is weak at first and rises from chunk to chunk."""
 MIN_KEY_CHUNK = 2048
 MIN_CAPACITY = 8192
 
-FIXED_BYTES = 8 * 2**20
-"""What a rescan of overflowing rows and the small per-call tensors take."""
+FIXED_BYTES = 2**20
+"""What the small per-call tensors take."""
+RESCAN_SHARE = 16
+"""One part in so many of the workspace is for rescanning overflowing rows."""
+RESCAN_KEYS = 8192
+"""Keys that a rescan scores at once."""
 
 DENSE_BELOW = 8
 """On the automatic path rows with fewer than this many times ``topk`` visible keys are scored densely."""
@@ -63,6 +67,9 @@ class PrefillPlan:
         key_chunk: keys that one pass may cover, a multiple of 64.
         capacity: survivors (and seeds) that one row's buffer holds per chunk.
         seed_budget: seeds per row.
+        rescan_rows: overflowing rows that are rescanned at once.
+        rescan_keys: keys that a rescan scores at once, a multiple of 64.
+        rescan_bytes: buffers of a rescan.
         workspace_bytes: upper limit of what the buffers of one block take.
     """
 
@@ -71,6 +78,9 @@ class PrefillPlan:
     key_chunk: int
     capacity: int
     seed_budget: int
+    rescan_rows: int
+    rescan_keys: int
+    rescan_bytes: int
     workspace_bytes: int
 
 
@@ -126,6 +136,8 @@ def plan_prefill(
         raise UnsupportedConfiguration(f"columns: got {columns}, the bound kernel has tiles for {SUPPORTED_COLUMNS}")
     seed_budget = min(max(num_keys // 16, topk + topk // 2 + 1), 6 * topk)
     key_chunk = max(64, min(KEY_CHUNK, -(-num_keys // 64) * 64))
+    rescan_row = 2 * (8 * topk + 4) + 4 * RESCAN_KEYS + num_heads * (HEAD_DIM + 4)
+    rescan_rows = max(1, workspace_bytes // RESCAN_SHARE // rescan_row)
     while True:
         capacity = survivor_capacity or min(key_chunk, max(MIN_CAPACITY, 8 * topk, key_chunk // 8))
         row = bytes_per_row(
@@ -138,7 +150,7 @@ def plan_prefill(
             mode=mode,
         )
         # Norm and scale of every key, and a rescan. Allocations are rounded up; a sixteenth is for that.
-        fixed = 8 * num_keys + FIXED_BYTES
+        fixed = 8 * num_keys + FIXED_BYTES + rescan_rows * rescan_row
         rows = (workspace_bytes - workspace_bytes // 16 - fixed) // row
         if rows >= 1:
             break
@@ -154,5 +166,8 @@ def plan_prefill(
         key_chunk=key_chunk,
         capacity=capacity,
         seed_budget=seed_budget,
+        rescan_rows=rescan_rows,
+        rescan_keys=RESCAN_KEYS,
+        rescan_bytes=rescan_rows * rescan_row,
         workspace_bytes=workspace_bytes,
     )
