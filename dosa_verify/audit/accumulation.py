@@ -30,7 +30,7 @@ import numpy as np
 from dosa_ref import guard, tensorcore
 from dosa_ref.formats import float_evidence
 from dosa_ref.spec import HEAD_DIM
-from dosa_verify.audit import families
+from dosa_verify.audit import evidence, families
 from dosa_verify.audit.families import Draw, Family
 
 if TYPE_CHECKING:
@@ -304,6 +304,7 @@ class AccumulationReport:
         device: ``cpu`` or ``cuda``.
         seed: of the vectors.
         vectors: distinct vectors per family and side of the count.
+        models: the table, in the order of every probe.
         adequacy: the audit's models against the reference's.
         instructions: what each computes.
         errors: error against the bound, by family, of the first instruction.
@@ -315,6 +316,7 @@ class AccumulationReport:
     device: str
     seed: int
     vectors: int
+    models: tuple[Accumulation, ...]
     adequacy: tuple[Adequacy, ...]
     instructions: tuple[Identification, ...]
     errors: tuple[FamilyErrors, ...]
@@ -347,24 +349,14 @@ class AccumulationReport:
 
     def to_json(self) -> dict[str, object]:
         """Return the audit as JSON values, schema ``dosa.audit_accumulation/1``."""
-        models = [
-            {**dataclasses.asdict(model), "step_order": model.step_order.value} for model in MODELS
-        ]  # enums are not JSON
-        return {
+        record = {
             "schema": SCHEMA,
             "outcome": self.outcome,
-            "failures": list(self.failures),
-            "device": self.device,
-            "seed": self.seed,
-            "vectors": self.vectors,
-            "time_s": self.time_s,
-            "models": models,
-            "adequacy": [dataclasses.asdict(found) for found in self.adequacy],
-            "instructions": [dataclasses.asdict(found) for found in self.instructions],
-            "errors": [dataclasses.asdict(found) for found in self.errors],
-            "search": dataclasses.asdict(self.search),
-            "not_checked": list(self.not_checked),
+            "failures": self.failures,
+            **dataclasses.asdict(self),
+            "models": [{**dataclasses.asdict(model), "step_order": model.step_order.value} for model in self.models],
         }
+        return evidence.plain(record)  # type: ignore[no-any-return]
 
 
 def tile_instruction(tile_m: int, tile_n: int, warps: int, device: torch.device, *, counted: bool) -> Instruction:
@@ -456,6 +448,7 @@ def audit_accumulation(
         device=device,
         seed=seed,
         vectors=size.family,
+        models=tuple(models),
         adequacy=adequacy,
         instructions=identified,
         errors=errors,
@@ -722,10 +715,11 @@ def _search(instruction: Instruction, size: Sizes, seed: int, where: torch.devic
         if float(top.values[0]) > best:
             best = float(top.values[0])
             champion = (a[int(top.indices[0]) // len(b)].clone(), b[int(top.indices[0]) % len(b)].clone())
-        parents = [_distinct(a, top.indices // len(b)), _distinct(b, top.indices % len(b))]
+        kept = min(ELITE, size.population // 2)
+        parents = [_distinct(a, top.indices // len(b), kept), _distinct(b, top.indices % len(b), kept)]
         sides = [
-            torch.cat([kept, _mutants(kept, size.population - len(kept), draw)])
-            for kept in (torch.cat([one[None], kept]) for one, kept in zip(champion, parents, strict=True))
+            torch.cat([elite, _mutants(elite, size.population - len(elite), draw)])
+            for elite in (torch.cat([one[None], rest]) for one, rest in zip(champion, parents, strict=True))
         ]
     q, k = champion
     codes = [side.cpu().numpy() for side in champion]
@@ -747,10 +741,9 @@ def _search(instruction: Instruction, size: Sizes, seed: int, where: torch.devic
     )
 
 
-def _distinct(vectors: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-    """The first `ELITE` different vectors in the order of a ranking."""
-    rows = list(dict.fromkeys(order.tolist()))[:ELITE]
-    return vectors[rows]
+def _distinct(vectors: torch.Tensor, order: torch.Tensor, count: int) -> torch.Tensor:
+    """The first ``count`` different vectors in the order of a ranking."""
+    return vectors[list(dict.fromkeys(order.tolist()))[:count]]
 
 
 def _mutants(parents: torch.Tensor, count: int, draw: Draw) -> torch.Tensor:

@@ -33,6 +33,15 @@ def evidence(audit: Mapping[str, object], command: str, commit: str = "") -> dic
     }
 
 
+def plain(record: object) -> Any:
+    """Return a record of dataclass fields with lists in place of tuples, as JSON gives it back."""
+    if isinstance(record, Mapping):
+        return {name: plain(value) for name, value in record.items()}
+    if isinstance(record, list | tuple):
+        return [plain(value) for value in record]
+    return record
+
+
 def this_command(arguments: Sequence[str] | None = None) -> str:
     """Return the command line of this process as a reader would type it, without the recording options' values."""
     words = list(sys.argv[1:] if arguments is None else arguments)

@@ -26,7 +26,7 @@ import numpy as np
 
 from dosa_ref.formats import float_evidence
 from dosa_ref.spec import HEAD_DIM, SM90_NUM_HEADS, BackendUnavailable
-from dosa_verify.audit import accumulation
+from dosa_verify.audit import accumulation, evidence
 from dosa_verify.audit.families import Draw, Family, vectors
 
 if TYPE_CHECKING:
@@ -469,16 +469,8 @@ class ScorerReport:
 
     def to_json(self) -> dict[str, object]:
         """Return the audit as JSON values, schema ``dosa.audit_scorer/1``."""
-        return {
-            "schema": SCHEMA,
-            "outcome": self.outcome,
-            "device": self.device,
-            "seed": self.seed,
-            "contract": self.contract,
-            "time_s": self.time_s,
-            "comparisons": [dataclasses.asdict(found) for found in self.comparisons],
-            "not_checked": list(self.not_checked),
-        }
+        record = {"schema": SCHEMA, "outcome": self.outcome, **dataclasses.asdict(self)}
+        return evidence.plain(record)  # type: ignore[no-any-return]
 
 
 NOT_CHECKED_ON_CPU = (
