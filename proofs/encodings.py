@@ -18,6 +18,7 @@ from proofs.terms import (
     float32_from_bits,
     float_equal,
     float_less,
+    negate,
     number,
     some,
     widen,
@@ -121,11 +122,33 @@ def float32_before(score: Term, index: Term, other_score: Term, other_index: Ter
     return some(float_less(b, a), every(float_equal(a, b), index < other_index))
 
 
-def order_key(score: Term) -> Term:
-    """32-bit unsigned key of a float32 (bits given, not NaN) that sorts as its value; -0 and +0 share a key."""
-    sign = 1 << 31
-    canonical = choose(equal(score, sign), number(0, score.sort), score)
-    return choose(equal(extract(canonical, 31, 31), 1), ~canonical, canonical | sign)
+def order_code(score: Term) -> Term:
+    """Unsigned 32-bit code of a float32 (bits given) that sorts as its value; NaN has 0, -0 and +0 share a code."""
+    sign = number(1 << 31, score.sort)
+    magnitude = score & 0x7FFFFFFF
+    below_zero = every(equal(score >> 31, 1), negate(equal(magnitude, 0)))
+    return choose(magnitude > 0x7F800000, number(0, score.sort), choose(below_zero, sign - magnitude, magnitude + sign))
+
+
+def e4m3_encode(value: Term) -> Term:
+    """The 8-bit code nearest to a float32 (bits given, not NaN), ties to even; beyond 448 the largest."""
+    sign, magnitude = extract(value, 31, 31), value & 0x7FFFFFFF
+    largest = number(0x43E00000, value.sort)
+    magnitude = choose(magnitude > largest, largest, magnitude)
+    # From 2^-6 on: the float32 encoding itself, rounded at bit 20, with the exponent field counted from -7.
+    normal = (round_nearest_even(magnitude, number(20, value.sort)) >> 20) - ((127 - E4M3_BIAS) << 3)
+    # Below: the significand in units of 2^-9. From 40 places on it is below half a unit by far.
+    significand = (magnitude & 0x7FFFFF) | 0x800000
+    places = number(141, value.sort) - (magnitude >> 23)
+    wide, drop = widen(significand, 64), widen(choose(places > 40, number(40, value.sort), places), 64)
+    small = extract(round_nearest_even(wide, drop) >> drop, 31, 0)
+    return concat(sign, extract(choose(magnitude >= 0x3C800000, normal, small), 6, 0))
+
+
+def ue8m0_ceil(value: Term) -> Term:
+    """Exponent field, 32 bits wide, of the smallest power of two that is not below a float32 (bits given, normal)."""
+    field = value >> 23
+    return choose(equal(value & 0x7FFFFF, 0), field, field + 1)
 
 
 def float32_successor(value: Term) -> Term:

@@ -77,7 +77,7 @@ class Lemma:
         theme: Name of the file under ``lemmas/`` that holds it, without suffix.
         build: Builds the fact from the exact values of ``constants``, and of no others.
         constants: Names out of ``dosa_ref.spec.GUARD_CONSTANTS`` that the fact depends on.
-        speaks_of: Dotted names of the functions and constants of ``dosa_ref`` that the fact is about.
+        speaks_of: Dotted names of the functions and constants of ``dosa_ref`` and ``dosa_gpu`` that the fact is about.
         mutants: At least one broken form.
         note: What the formula leaves to the reader, for the documents; empty if nothing.
     """

@@ -40,10 +40,12 @@ class Proved:
     Args:
         solver: Name of the deciding solver.
         time_s: Wall-clock seconds of the decision.
+        resources: What it took of `RESOURCE_LIMIT`.
     """
 
     solver: str
     time_s: float
+    resources: int
     seal: object = field(repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -84,6 +86,19 @@ ProofResult: TypeAlias = Proved | Refuted | Unknown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Confirmation:
+    """Another solver's proof of a lemma that z3 proved.
+
+    Args:
+        solver: Its name.
+        time_s: Wall-clock seconds it took of `CONFIRM_TIMEOUT_S`.
+    """
+
+    solver: str
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LemmaReport:
     """What the solvers said about one lemma and its mutants.
 
@@ -91,15 +106,20 @@ class LemmaReport:
         lemma_id: Id of the lemma.
         status: Result for the lemma. A refuted premise set and a contradiction between solvers are `Unknown`.
         mutants: Pairs (mutant id, result); a sound lemma has only `Refuted` here.
-        confirmed_by: Names of the other solvers that proved it too.
+        confirmations: The other solvers that proved it too.
         time_s: Wall-clock seconds for lemma, premises, mutants and confirmations.
     """
 
     lemma_id: str
     status: ProofResult
     mutants: tuple[tuple[str, ProofResult], ...]
-    confirmed_by: tuple[str, ...]
+    confirmations: tuple[Confirmation, ...]
     time_s: float
+
+    @property
+    def confirmed_by(self) -> tuple[str, ...]:
+        """Names of the other solvers that proved the lemma too."""
+        return tuple(confirmation.solver for confirmation in self.confirmations)
 
     def holds(self) -> bool:
         """True if the lemma is proved and every mutant refuted."""
@@ -131,10 +151,10 @@ def prove(statement: Statement) -> ProofResult:
         BackendUnavailable: if z3 is not installed.
     """
     start = time.perf_counter()
-    verdict, model = _ask_z3(statement.refutation())
+    verdict, model, resources = _ask_z3(statement.refutation())
     elapsed = time.perf_counter() - start
     if verdict == "unsat":
-        return Proved(solver="z3", time_s=elapsed, seal=_SEAL)
+        return Proved(solver="z3", time_s=elapsed, resources=resources, seal=_SEAL)
     if verdict == "sat":
         return Refuted(solver="z3", time_s=elapsed, model=model)
     return Unknown(reason=f"z3: {verdict}", time_s=elapsed)
@@ -156,15 +176,15 @@ def prove_lemma(lemma: Lemma, *, confirm: bool = True) -> LemmaReport:
     start = time.perf_counter()
     statement = lemma.formula()
     status = prove(statement)
-    confirmed: list[str] = []
+    confirmed: list[Confirmation] = []
     if isinstance(status, Proved):
-        premises, _ = _ask_z3(statement.satisfiability())
+        premises, _, _ = _ask_z3(statement.satisfiability())
         if premises != "sat":
             status = Unknown(reason=f"vacuous: the premises are {premises} in z3", time_s=status.time_s)
     if isinstance(status, Proved) and confirm:
-        for name, verdict in _confirmations(statement):
+        for name, verdict, time_s in _confirmations(statement):
             if verdict == "unsat":
-                confirmed.append(name)
+                confirmed.append(Confirmation(solver=name, time_s=time_s))
             elif verdict == "sat":
                 status = Unknown(reason=f"{name} contradicts z3", time_s=time.perf_counter() - start)
                 break
@@ -173,7 +193,7 @@ def prove_lemma(lemma: Lemma, *, confirm: bool = True) -> LemmaReport:
         lemma_id=lemma.id,
         status=status,
         mutants=mutants,
-        confirmed_by=tuple(confirmed),
+        confirmations=tuple(confirmed),
         time_s=time.perf_counter() - start,
     )
 
@@ -226,7 +246,7 @@ def export(directory: Path | str, lemmas: Iterable[Lemma] | None = None) -> list
     return written
 
 
-def _ask_z3(script: str) -> tuple[str, tuple[tuple[str, str], ...]]:
+def _ask_z3(script: str) -> tuple[str, tuple[tuple[str, str], ...], int]:
     try:
         import z3
     except ImportError as error:
@@ -240,14 +260,16 @@ def _ask_z3(script: str) -> tuple[str, tuple[tuple[str, str], ...]]:
     solver.set("timeout", TIMEOUT_S * 1000)
     solver.from_string(script)
     verdict = str(solver.check())
+    resources = next((int(value) for name, value in solver.statistics() if name == "rlimit count"), 0)
     if verdict != "sat":
-        return (verdict if verdict == "unsat" else solver.reason_unknown()), ()
+        return (verdict if verdict == "unsat" else solver.reason_unknown()), (), resources
     model = solver.model()
     if not all(z3.is_true(model.eval(a, model_completion=True)) for a in solver.assertions()):
-        return "a model that does not satisfy the assertions", ()
+        return "a model that does not satisfy the assertions", (), resources
     names = re.findall(r"^\(declare-const (\S+) (.*)\)$", script, re.MULTILINE)
     values = {d.name(): model[d] for d in model.decls()}
-    return verdict, tuple((name, _value_text(values[name]) if name in values else "any") for name, _ in names)
+    model_values = tuple((name, _value_text(values[name]) if name in values else "any") for name, _ in names)
+    return verdict, model_values, resources
 
 
 def _value_text(value: Any) -> str:
@@ -258,14 +280,18 @@ def _value_text(value: Any) -> str:
     return " ".join(str(value.sexpr()).split())
 
 
-def _confirmations(statement: Statement) -> Iterator[tuple[str, str]]:
+def _confirmations(statement: Statement) -> Iterator[tuple[str, str, float]]:
+    """Name, answer and seconds of every other installed solver that knows the theories of the statement."""
     script = statement.refutation()
     installed = solver_versions()
-    if "cvc5" in installed:
-        yield "cvc5", _ask_cvc5(script)
+    solvers = {"cvc5": _ask_cvc5}
     # Bitwuzla knows bit-vectors and floats only.
-    if "bitwuzla" in installed and statement.logic in ("QF_BV", "QF_BVFP"):
-        yield "bitwuzla", _ask_bitwuzla(script)
+    if statement.logic in ("QF_BV", "QF_BVFP"):
+        solvers["bitwuzla"] = _ask_bitwuzla
+    for name in (known for known in solvers if known in installed):
+        start = time.perf_counter()
+        verdict = solvers[name](script)
+        yield name, verdict, time.perf_counter() - start
 
 
 def _ask_cvc5(script: str) -> str:

@@ -6,11 +6,11 @@ import difflib
 
 from dosa_ref.spec import InvalidProblem
 from proofs.lemma import Constants, Lemma, Mutant, Statement
-from proofs.lemmas import algebra, rounding, selection, tensorcore
+from proofs.lemmas import algebra, exceptional, formats, indices, rounding, selection, tensorcore
 
 __all__ = ["THEMES", "Constants", "Lemma", "Mutant", "Statement", "all_lemmas", "get_lemma"]
 
-THEMES = (algebra, tensorcore, rounding, selection)
+THEMES = (algebra, formats, tensorcore, rounding, exceptional, selection, indices)
 """Modules that hold lemmas, each in its tuple ``LEMMAS``."""
 
 

@@ -234,6 +234,16 @@ def float_multiply(a: Term, b: Term, mode: str) -> Term:
     return Term(a.sort, f"(fp.mul {mode} {a.text} {b.text})", a.variables | b.variables)
 
 
+def float_add(a: Term, b: Term, mode: str) -> Term:
+    """``a + b`` rounded once."""
+    return Term(a.sort, f"(fp.add {mode} {a.text} {b.text})", a.variables | b.variables)
+
+
+def float_fma(a: Term, b: Term, c: Term, mode: str) -> Term:
+    """``a * b + c`` rounded once."""
+    return Term(a.sort, f"(fp.fma {mode} {a.text} {b.text} {c.text})", a.variables | b.variables | c.variables)
+
+
 def float_less_equal(a: Term, b: Term) -> Term:
     """IEEE ``a <= b``: false if either is NaN; -0 and +0 compare equal."""
     return _apply(BOOL, "fp.leq", a, b)
@@ -252,6 +262,11 @@ def float_equal(a: Term, b: Term) -> Term:
 def float_is_nan(a: Term) -> Term:
     """True of NaN only."""
     return _apply(BOOL, "fp.isNaN", a)
+
+
+def float_is_infinite(a: Term) -> Term:
+    """True of both infinities only."""
+    return _apply(BOOL, "fp.isInfinite", a)
 
 
 def _is_bits(a: Term) -> bool:

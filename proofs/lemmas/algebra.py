@@ -54,6 +54,18 @@ def _aggregation(_: Constants, *, negative: bool = True, capped: bool = True, sa
     )
 
 
+def _several_aggregates(_: Constants, *, shared: bool = True) -> Statement:
+    # One head, several aggregates. covered, spent: the sums so far of lambda_j relu(x) and of lambda_j.
+    covered, spent, multiplier, magnitude, x = reals("covered spent multiplier magnitude x")
+    capped = spent + multiplier <= magnitude if shared else every(spent <= magnitude, multiplier <= magnitude)
+    together = covered + multiplier * relu(x)
+    return Statement(
+        logic="QF_NRA",
+        premises=(covered <= spent * relu(x), capped),
+        claim=every(together <= (spent + multiplier) * relu(x), -(magnitude * relu(x)) <= -together),
+    )
+
+
 def _projection(_: Constants, *, non_negative: bool = True) -> Statement:
     # x = (sum so far of a_j x_j) + residual, bound = (sum so far of a_j relu(x_j)) + relu(residual).
     x, bound, a, column = reals("x bound a column")
@@ -75,25 +87,24 @@ def _lagrange_identity(_: Constants, *, weight: int = 1) -> Statement:
 
 
 def _cauchy_schwarz_step(_: Constants, *, covers: bool = True) -> Statement:
-    # x_norm, y_norm: any upper bounds of the norms so far; dot: the inner product so far; a, b: one more coordinate.
-    dot, a, b = reals("dot a b")
-    x_norm, y_norm, x_next, y_next = reals("x_norm y_norm x_next y_next")
-    x_square, y_square = x_norm * x_norm + a * a, y_norm * y_norm + b * b
-    reach = x_norm * y_norm + a * b
+    # norms: X Y, the product of any upper bounds of the norms so far; dot: the inner product so far; added: a b, of
+    # one more coordinate; x_square, y_square: X^2 + a^2 and Y^2 + b^2.
+    dot, norms, added, x_square, y_square = reals("dot norms added x_square y_square")
+    x_next, y_next = reals("x_next y_next")
+    reach = norms + added
     return Statement(
         logic="QF_NRA",
         premises=(
-            x_norm >= 0,
-            y_norm >= 0,
             x_next >= 0,
             y_next >= 0,
-            dot <= x_norm * y_norm,
+            dot <= norms,
+            x_square >= 0,
             x_next * x_next >= x_square if covers else x_next * x_next <= x_square,
             y_next * y_next >= y_square,
-            # An instance of lagrange_identity, always true; cvc5 does not find it by itself.
+            # lagrange_identity.
             reach * reach <= x_square * y_square,
         ),
-        claim=dot + a * b <= x_next * y_next,
+        claim=dot + added <= x_next * y_next,
     )
 
 
@@ -133,7 +144,6 @@ def _residual_geometry(_: Constants, *, squared: bool = True) -> Statement:
             equal(part, active_dot),
             iff(active, dot > 0),
             key_norm >= 0,
-            sum_norm >= 0,
             rho >= 0,
             final <= key_norm * sum_norm,
             sum_norm * sum_norm <= cover,
@@ -151,7 +161,7 @@ def _signed_sum_norm(_: Constants, *, absolute_part: bool = True) -> Statement:
     signs = tuple(equal(absolute(s), 1) for s in (sign, other_sign))
     return Statement(
         logic="QF_NRA",
-        premises=(*signs, square <= cover, cross <= cross_cover, -cross <= cross_cover, own >= 0),
+        premises=(*signs, square <= cover, cross <= cross_cover, -cross <= cross_cover),
         claim=every(
             cross + other_sign * inner <= cross_cover + part,
             -(cross + other_sign * inner) <= cross_cover + part,
@@ -172,7 +182,6 @@ def _centred_residual(_: Constants, *, halved: bool = True) -> Statement:
             equal(2 * part, linear + size),
             equal(size, signed),
             key_norm >= 0,
-            sum_norm >= 0,
             rho >= 0,
             whole <= key_norm * sum_norm,
             sum_norm * sum_norm <= cover,
@@ -197,8 +206,6 @@ def _column_rounding(_: Constants, *, own_error: bool = True, norm_covers: bool 
         premises=(
             scale > 0,
             rounding >= 0,
-            dot_error >= 0,
-            key_norm >= 0,
             key_norm <= n if norm_covers else n >= 0,
             absolute(exact - scale * column) <= rounding * key_norm,
             absolute(computed - column) <= dot_error * n,
@@ -272,6 +279,21 @@ LEMMAS = (
             Mutant(id="uncapped", broken="lambda_h may exceed |w_h|", build=partial(_aggregation, capped=False)),
             Mutant(id="wrong_sign", broken="lambda_h may be negative", build=partial(_aggregation, same_sign=False)),
         ),
+    ),
+    Lemma(
+        id="several_aggregates",
+        statement="If sum_j lambda_j <= |w| then -|w| relu(x) <= -sum_j lambda_j relu(x): any number of aggregates.",
+        theme=THEME,
+        build=_several_aggregates,
+        speaks_of=("dosa_ref.bound.check_row_bound", "dosa_ref.guard.guard_terms"),
+        mutants=(
+            Mutant(
+                id="each_capped",
+                broken="each lambda_j alone at most |w|",
+                build=partial(_several_aggregates, shared=False),
+            ),
+        ),
+        note="Each aggregate is then `aggregation` with the weight -lambda_j.",
     ),
     Lemma(
         id="projection",

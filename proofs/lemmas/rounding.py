@@ -1,4 +1,4 @@
-"""Rounding: float32 to nearest, outward rounding, chains of roundings, underflow, overflow, the sum of the guard."""
+"""Rounding: float32 to nearest and directed, chains of roundings, underflow, overflow, the sum of the guard."""
 
 from __future__ import annotations
 
@@ -14,22 +14,25 @@ from proofs.terms import (
     Term,
     bits,
     choose,
+    concat,
     equal,
     every,
+    extract,
     float32_from_bits,
     float64_from_bits,
     float_equal,
     float_is_nan,
     float_less,
     float_less_equal,
+    float_multiply,
     float_round,
     implies,
-    integer,
     negate,
     number,
     real,
     reals,
     some,
+    widen,
 )
 
 THEME = "rounding"
@@ -73,7 +76,6 @@ def _rounding_error(constants: Constants, *, subnormal: bool = False) -> Stateme
     # power <= |exact|: the power of two below it; spacing: the distance of neighbouring float32 values there.
     exact, rounded, power, spacing = reals("exact rounded power spacing")
     premises = (
-        power > 0,
         some(equal(spacing, FLOAT32_SPACING * power), equal(spacing, 2 * HALF_SUBNORMAL)),
         some(power <= absolute(exact), equal(spacing, 2 * HALF_SUBNORMAL)),
         2 * absolute(rounded - exact) <= spacing,
@@ -88,10 +90,28 @@ def _rounding_error(constants: Constants, *, subnormal: bool = False) -> Stateme
 
 def _rounding_monotone(_: Constants, *, strict: bool = False) -> Statement:
     x, y = (float64_from_bits(bits(name, 64)) for name in ("x", "y"))
-    low, high = (float_round(value, FLOAT32, "RNE") for value in (x, y))
-    if strict:
-        return Statement(logic="QF_BVFP", premises=(float_less(x, y),), claim=float_less(low, high))
-    return Statement(logic="QF_BVFP", premises=(float_less_equal(x, y),), claim=float_less_equal(low, high))
+    less = float_less if strict else float_less_equal
+    claims = [less(*(float_round(value, FLOAT32, mode) for value in (x, y))) for mode in ("RNE", "RTZ", "RTP")]
+    return Statement(logic="QF_BVFP", premises=(less(x, y),), claim=every(*claims))
+
+
+def _directed_rounding(_: Constants, *, spare: int = 0) -> Statement:
+    # value: an exact magnitude, drop: the bits cut off. Cut towards zero, and away from zero where bits are lost.
+    value, drop = bits("value", 64), bits("drop", 64)
+    one = number(1, value.sort)
+    cut = (value >> drop) << drop
+    up = choose(equal(cut, value), cut, cut + (one << drop))
+    return Statement(
+        logic="QF_BV",
+        premises=(drop <= 38, value < one << 62),
+        claim=every(
+            cut <= value,
+            value <= up,
+            ((value - cut) << spare) < one << drop,
+            ((up - value) << spare) < one << drop,
+            equal((up >> drop) << drop, up),
+        ),
+    )
 
 
 def _round_up_float32(_: Constants, *, correct: bool = True) -> Statement:
@@ -138,26 +158,94 @@ def _outward_rounding(
     )
 
 
-def _chain_step(constants: Constants, *, absolute_sum: bool = True, underflow: bool = True) -> Statement:
-    # Two operands s_i of exact value x_i and absolute sum a_i, with |s_i - x_i| <= (growth - 1) a_i + under_i; their
-    # sum is rounded once. An exact product is an operand with s = x, a = |x|, so this is a fused multiply-add too.
+def _chain_step(constants: Constants, *, grows: bool = True, underflow: bool = True) -> Statement:
+    # Two operands s_i of exact value x_i and absolute sum a_i, with |s_i - x_i| <= grown_i - a_i + under_i, where
+    # grown_i is growth times a_i; their sum is rounded once. An exact product is an operand with s = x, a = |x| and
+    # growth 1, so this is a fused multiply-add too.
     u = constants["FLOAT32_UNIT"]
-    growth, rounding, result = reals("growth rounding result")
-    operands = [reals(f"computed_{i} exact_{i} sum_{i} under_{i}") for i in (1, 2)]
-    (s_1, x_1, a_1, h_1), (s_2, x_2, a_2, h_2) = operands
-    premises: list[Term] = [growth >= 1]
-    for s, x, a, h in operands:
-        premises += [absolute(x) <= a, h >= 0, absolute(s - x) <= growth * a - a + h]
+    rounding, result = reals("rounding result")
+    operands = [reals(f"computed_{i} exact_{i} sum_{i} grown_{i} under_{i}") for i in (1, 2)]
+    (s_1, x_1, a_1, g_1, h_1), (s_2, x_2, a_2, g_2, h_2) = operands
+    premises: list[Term] = []
+    for s, x, a, g, h in operands:
+        premises += [absolute(x) <= a, absolute(s - x) <= g - a + h]
     premises += [
-        rounding <= u * absolute(s_1 + s_2) + HALF_SUBNORMAL,
-        -rounding <= u * absolute(s_1 + s_2) + HALF_SUBNORMAL,
+        absolute(rounding) <= u * absolute(s_1 + s_2) + HALF_SUBNORMAL,
         equal(result, s_1 + s_2 + rounding),
     ]
-    scale = a_1 + a_2 if absolute_sum else absolute(x_1 + x_2)
     under = (1 + u) * (h_1 + h_2) + (HALF_SUBNORMAL if underflow else 0)
-    # growth' = (1 + u) growth, written out so that the only product of variables is growth times a sum.
-    bound = growth * scale + u * (growth * scale) - scale + under
-    return Statement(logic="QF_NRA", premises=tuple(premises), claim=absolute(result - (x_1 + x_2)) <= bound)
+    bound = (1 + u if grows else 1) * (g_1 + g_2) - (a_1 + a_2) + under
+    return Statement(
+        logic="QF_LRA",
+        premises=tuple(premises),
+        claim=every(absolute(x_1 + x_2) <= a_1 + a_2, absolute(result - (x_1 + x_2)) <= bound),
+    )
+
+
+def _chain_scale(constants: Constants, *, positive: bool = True, rounded: bool = True) -> Statement:
+    # One operand as in chain_step, multiplied by a positive key scale and rounded once.
+    u = constants["FLOAT32_UNIT"]
+    computed, exact, magnitude, grown, under, scale, result = reals("computed exact magnitude grown under scale result")
+    product = scale * computed
+    unit = u if rounded else Fraction(0)
+    return Statement(
+        logic="QF_NRA",
+        premises=(
+            absolute(exact) <= magnitude,
+            absolute(computed - exact) <= grown - magnitude + under,
+            scale > 0 if positive else scale < 0,
+            absolute(result - product) <= u * absolute(product) + HALF_SUBNORMAL,
+        ),
+        claim=absolute(result - scale * exact)
+        <= (1 + unit) * (scale * (grown + under)) - scale * magnitude + HALF_SUBNORMAL,
+    )
+
+
+def _scale_power_of_two(_: Constants, *, any_scale: bool = False) -> Statement:
+    # Exponent fields of a normal x and of the scale, ten bits wide; product: x with the sum of the exponents.
+    x, scale = bits("x", 32), bits("scale", 32)
+    field = widen(extract(x, 30, 23), 10)
+    scale_field = widen(extract(scale, 30, 23), 10)
+    total = field + scale_field
+    product = concat(concat(extract(x, 31, 31), extract(total - 127, 7, 0)), extract(x, 22, 0))
+    premises = [
+        equal(extract(scale, 31, 31), 0),
+        scale_field >= 1,
+        scale_field <= 254,
+        field >= 1,
+        field <= 254,
+        total >= 128,
+        total <= 127 + 254,
+    ]
+    if not any_scale:
+        premises.append(equal(extract(scale, 22, 0), 0))
+    return Statement(
+        logic="QF_BVFP",
+        premises=tuple(premises),
+        claim=float_equal(
+            float_multiply(float32_from_bits(x), float32_from_bits(scale), "RNE"), float32_from_bits(product)
+        ),
+    )
+
+
+def _positive_sum(constants: Constants, *, same_sign: bool = True) -> Statement:
+    # Two sums so far of squares, computed_i >= share * exact_i, with share = (1 - u)^count; one more addition. No
+    # underflow: a square of a raised E4M3 value is at least 2^-12.
+    u = constants["FLOAT32_UNIT"]
+    share, count, result = reals("share count result")
+    (s_1, part_1), (s_2, part_2) = (reals(f"computed_{i} shared_{i}") for i in (1, 2))
+    rounded = result >= (1 - u) * (s_1 + s_2) if same_sign else result >= (s_1 + s_2) - u
+    return Statement(
+        logic="QF_LRA",
+        premises=(
+            s_1 >= part_1,
+            s_2 >= part_2,
+            rounded,
+            count >= 0,
+            share >= 1 - u * count,
+        ),
+        claim=every(result >= (1 - u) * (part_1 + part_2), (1 - u) * share >= 1 - u * (count + 1)),
+    )
 
 
 def _chain(constants: Constants, roundings: int, limit: Fraction) -> Statement:
@@ -185,7 +273,7 @@ def _float64_slack(constants: Constants, *, roundings: int = FLOAT64_ROUNDINGS) 
     slack = Fraction(2) ** int(constants["FLOAT64_SLACK_LOG2"])
     return Statement(
         logic="QF_LRA",
-        premises=(count >= 0, count <= roundings, growth >= 1, growth <= 1 + v * c * count),
+        premises=(count <= roundings, growth <= 1 + v * c * count),
         claim=every(growth + v * growth <= 1 + v * c * (count + 1), growth - 1 <= slack),
     )
 
@@ -195,7 +283,7 @@ def _norm_sum(_: Constants, *, one_more: int = 1) -> Statement:
     norms, squares, count, own = reals("norms squares count own")
     return Statement(
         logic="QF_NRA",
-        premises=(count >= 1, norms >= 0, own >= 0, norms * norms <= count * squares),
+        premises=(count >= 1, norms * norms <= count * squares),
         claim=(norms + own) * (norms + own) <= (count + one_more) * (squares + own * own),
     )
 
@@ -206,7 +294,7 @@ def _gram_rounding(constants: Constants, *, diagonal: bool = True) -> Statement:
     norms, squares, cover, computed, rho, root = reals("norms squares cover computed rho root")
     v = FLOAT64_UNIT * (1 + Fraction(1, 2**10))
     premises = [
-        *(value >= 0 for value in (norms, squares, cover, computed, rho, root)),
+        root >= 0,
         norms * norms <= HEADS * squares,
         computed >= cover - constants["HEAD_DIM"] * v * (norms * norms) - HEADS * HEADS * v * cover,
         root * root >= (1 - 4 * v) * computed,
@@ -234,7 +322,6 @@ def _key_norm(constants: Constants) -> Statement:
     return Statement(
         logic="QF_NRA",
         premises=(
-            squares >= 0,
             root >= 0,
             total >= (1 - constants["HEAD_DIM"] * u) * squares,
             root * root >= (1 - u) * (1 - u) * total,
@@ -262,11 +349,9 @@ def _no_overflow(constants: Constants) -> Statement:
     return Statement(
         logic="QF_NRA",
         premises=(
-            scale > 0,
             scale <= Fraction(2) ** int(constants["KEY_SCALE_LOG2_MAX"]),
             n >= 0,
             n * n <= 2 * square,
-            magnitude >= 0,
             magnitude <= Fraction(2) ** int(constants["ROW_MAGNITUDE_LOG2_MAX"]),
             absolute(partial_sum) <= 2 * magnitude * n,
         ),
@@ -303,7 +388,7 @@ def _bound_covers_score(constants: Constants, *, left_out: str = "") -> Statemen
     return Statement(
         logic="QF_LRA",
         premises=(
-            *(value >= 0 for value in (*term.values(), heads, absolutes, score_underflow, bound_underflow)),
+            term["float64"] >= 0,
             # slack_floor.
             2 * (score_underflow + bound_underflow) <= floor,
             # head_chain: the computed score against the sum of the computed head terms.
@@ -324,16 +409,6 @@ def _bound_covers_score(constants: Constants, *, left_out: str = "") -> Statemen
             bound >= exact_bound - gamma * (absolutes + guard) - bound_underflow,
         ),
         claim=bound >= score,
-    )
-
-
-def _index_arithmetic(_: Constants, *, bits_in_result: int = 64) -> Statement:
-    row, stride, column = integer("row"), integer("stride"), integer("column")
-    limit = 2**31
-    return Statement(
-        logic="QF_NIA",
-        premises=(row >= 0, row < limit, stride >= 0, stride <= limit, column >= 0, column < limit),
-        claim=every(row * stride + column < 2 ** (bits_in_result - 1), row * stride + column >= row * stride),
     )
 
 
@@ -363,7 +438,7 @@ LEMMAS = (
     ),
     Lemma(
         id="rounding_monotone",
-        statement="x <= y gives float32(x) <= float32(y), round to nearest from float64.",
+        statement="x <= y gives float32(x) <= float32(y): to nearest, towards zero and upward, from float64.",
         theme=THEME,
         build=_rounding_monotone,
         speaks_of=("dosa_ref.bound.evaluate",),
@@ -373,6 +448,16 @@ LEMMAS = (
                 broken="< for <=",
                 build=partial(_rounding_monotone, strict=True),
             ),
+        ),
+    ),
+    Lemma(
+        id="directed_rounding",
+        statement="Cutting towards zero, or stepping up, changes a magnitude by less than one unit of its last bit.",
+        theme=THEME,
+        build=_directed_rounding,
+        speaks_of=("dosa_ref.formats.round_up_float32", "dosa_ref.formats.round_down_float32"),
+        mutants=(
+            Mutant(id="half_unit", broken="by less than half a unit", build=partial(_directed_rounding, spare=1)),
         ),
     ),
     Lemma(
@@ -405,14 +490,39 @@ LEMMAS = (
         speaks_of=("dosa_ref.scorer.score_scalar_sm90", "dosa_ref.bound.evaluate"),
         mutants=(
             Mutant(
-                id="plain_sum",
-                broken="relative to the sum, not to the sum of magnitudes",
-                build=partial(_chain_step, absolute_sum=False),
+                id="no_growth",
+                broken="the sum is not rounded",
+                build=partial(_chain_step, grows=False),
             ),
             Mutant(id="no_underflow", broken="the 2^-150 left out", build=partial(_chain_step, underflow=False)),
         ),
-        note="Holds for additions in any order and for fused multiply-add; multiplying by the key scale first is "
-        "`scale_monotone`.",
+        note="Holds for additions in any order and for fused multiply-add; multiplying by the key scale on the way is "
+        "`chain_scale`.",
+    ),
+    Lemma(
+        id="chain_scale",
+        statement="Multiplying by a key scale s > 0 is one more rounding of the chain: s times its error, times 1 + u.",
+        theme=THEME,
+        build=_chain_scale,
+        constants=("FLOAT32_UNIT",),
+        speaks_of=("dosa_ref.scorer.score_scalar_sm90", "dosa_ref.bound.evaluate"),
+        mutants=(
+            Mutant(id="negative_scale", broken="s < 0", build=partial(_chain_scale, positive=False)),
+            Mutant(id="exact_product", broken="the product is not rounded", build=partial(_chain_scale, rounded=False)),
+        ),
+    ),
+    Lemma(
+        id="scale_power_of_two",
+        statement="Multiplying a normal float32 by a power of two is exact while the product is normal.",
+        theme=THEME,
+        build=_scale_power_of_two,
+        speaks_of=("dosa_ref.scorer.score_scalar_sm90", "dosa_ref.formats.ue8m0_to_float32"),
+        mutants=(
+            Mutant(
+                id="any_scale", broken="any scale of that exponent", build=partial(_scale_power_of_two, any_scale=True)
+            ),
+        ),
+        note="Production's key scales are such powers; the guard does not count on it (`chain_scale`).",
     ),
     Lemma(
         id="head_chain",
@@ -472,12 +582,25 @@ LEMMAS = (
         note="Inner products may cancel; `norm_sum` and the diagonal of the Gram matrix bound them all the same.",
     ),
     Lemma(
+        id="positive_sum",
+        statement="A float32 sum of n + 1 squares, in any order, is at least 1 - n u of the real one (induction).",
+        theme=THEME,
+        build=_positive_sum,
+        constants=("FLOAT32_UNIT",),
+        speaks_of=("dosa_gpu.kernels.key_norms.launch_key_norms",),
+        mutants=(
+            Mutant(
+                id="absolute_error", broken="each rounding loses up to u", build=partial(_positive_sum, same_sign=False)
+            ),
+        ),
+    ),
+    Lemma(
         id="key_norm",
         statement="The float32 norm of a key, times 1 + 2^NORM_OUTWARD_LOG2, is at least ||k~||.",
         theme=THEME,
         build=_key_norm,
         constants=("FLOAT32_UNIT", "HEAD_DIM", "NORM_OUTWARD_LOG2"),
-        speaks_of=("dosa_ref.bound.key_norms",),
+        speaks_of=("dosa_ref.bound.key_norms", "dosa_gpu.kernels.key_norms.launch_key_norms"),
         mutants=(Mutant(id="too_small", broken="2^-19", constants={"NORM_OUTWARD_LOG2": Fraction(-19)}),),
     ),
     Lemma(
@@ -531,13 +654,5 @@ LEMMAS = (
         ),
         note="The premises are the claims of the other lemmas, summed over heads and columns; a zero key, for which "
         "n = 0, has score = 0 = bound.",
-    ),
-    Lemma(
-        id="index_arithmetic",
-        statement="row * stride + column fits int64 for up to 2^31 rows, keys and strides.",
-        theme=THEME,
-        build=_index_arithmetic,
-        speaks_of=("dosa_ref.select.select_prefill",),
-        mutants=(Mutant(id="int32", broken="computed in int32", build=partial(_index_arithmetic, bits_in_result=32)),),
     ),
 )

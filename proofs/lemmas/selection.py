@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from proofs.encodings import float32_before, order_key
+from proofs.encodings import float32_before, maximum, order_code
 from proofs.lemma import Constants, Lemma, Mutant, Statement
 from proofs.terms import (
     Term,
@@ -107,7 +107,8 @@ def _tie_break(_: Constants, *, nan: bool = False, distinct: bool = True, strict
         )
         return some(ahead, tie)
 
-    premises = [] if nan else [negate(float_is_nan(float32_from_bits(score))) for score in scores]
+    # c may be NaN: nothing is ahead of a NaN and a NaN is ahead of nothing.
+    premises = [] if nan else [negate(float_is_nan(float32_from_bits(score))) for score in scores[:2]]
     if distinct:
         premises.append(negate(equal(indices[a], indices[b])))
     return Statement(
@@ -121,19 +122,82 @@ def _tie_break(_: Constants, *, nan: bool = False, distinct: bool = True, strict
     )
 
 
-def _order_key(_: Constants, *, canonical: bool = True, nan: bool = False) -> Statement:
+def _order_code(_: Constants, *, one_zero: bool = True, nan_is_least: bool = True) -> Statement:
     a, b = bits("a", 32), bits("b", 32)
     x, y = float32_from_bits(a), float32_from_bits(b)
-    if canonical:
-        key_a, key_b = order_key(a), order_key(b)
-    else:
-        sign = 1 << 31
-        key_a, key_b = (choose(s >= sign, ~s, s | sign) for s in (a, b))
-    premises = () if nan else (negate(float_is_nan(x)), negate(float_is_nan(y)))
+    code_a, code_b = order_code(a), order_code(b)
+    if not one_zero:
+        code_a, code_b = (choose(s >= 1 << 31, ~s, s | (1 << 31)) for s in (a, b))
+    ordered = every(iff(code_a < code_b, float_less(x, y)), iff(equal(code_a, code_b), float_equal(x, y)))
+    numbers = every(negate(float_is_nan(x)), negate(float_is_nan(y)))
+    claims = [implies(numbers, ordered) if nan_is_least else ordered]
+    if one_zero:
+        claims.append(iff(equal(code_a, 0), float_is_nan(x)))
+    return Statement(logic="QF_BVFP", premises=(), claim=every(*claims))
+
+
+def _radix_select(_: Constants, *, subtracted: bool = True, reaches: bool = True) -> Statement:
+    # One digit. greater: codes above every code with the prefix; wanted: which largest of the codes with the prefix is
+    # sought; at_least, above: codes with the prefix whose digit is at least, and above, the one chosen.
+    greater, wanted, topk, at_least, above = (integer(n) for n in ("greater", "wanted", "topk", "at_least", "above"))
+    next_greater = greater + above
+    next_wanted = wanted - above if subtracted else wanted
     return Statement(
-        logic="QF_BVFP",
-        premises=premises,
-        claim=every(iff(key_a < key_b, float_less(x, y)), iff(equal(key_a, key_b), float_equal(x, y))),
+        logic="QF_LIA",
+        premises=(
+            equal(greater + wanted, topk),
+            at_least >= wanted if reaches else at_least < wanted,
+            above < wanted,
+        ),
+        claim=every(
+            equal(next_greater + next_wanted, topk),
+            next_wanted >= 1,
+            # The codes with the longer prefix are at_least - above: what is still wanted is among them.
+            next_wanted <= at_least - above,
+        ),
+    )
+
+
+def _running_threshold(_: Constants, *, genuine: bool = True) -> Statement:
+    # tau: that of the seeds; running: the K-th best of the keys scored so far; kth: the K-th best of all keys.
+    tau, running, kth, bound = (real(n) for n in ("tau", "running", "kth", "bound"))
+    return Statement(
+        logic="QF_LRA",
+        premises=(tau <= kth, *((running <= kth,) if genuine else ())),
+        claim=every(maximum(tau, running) <= kth, implies(bound < tau, bound < maximum(tau, running))),
+    )
+
+
+def _overflow_rescan(_: Constants, *, emptied: bool = True, rescanned: bool = True) -> Statement:
+    # One key of one chunk: how often it enters the row's running top-K.
+    winner, survives, emitted, overflow, scanned = (
+        boolean(n) for n in ("winner", "survives", "emitted", "overflow", "scanned")
+    )
+    listed = every(survives, emitted, negate(overflow)) if emptied else every(survives, emitted)
+    premises = [implies(winner, every(survives, emitted)), implies(negate(overflow), negate(scanned))]
+    if rescanned:
+        premises.append(implies(overflow, scanned))
+    times = _count(listed) + _count(scanned)
+    return Statement(
+        logic="QF_LIA", premises=tuple(premises), claim=every(times <= 1, implies(winner, equal(times, 1)))
+    )
+
+
+def _decode_threshold(_: Constants, *, ties: bool = True, enough: bool = True) -> Statement:
+    # A key of the top K of a decode step. reach: keys with score >= tau; before: keys ahead of this one.
+    score, tau = real("score"), real("tau")
+    reach, before, topk = integer("reach"), integer("before"), integer("topk")
+    thresholded = boolean("thresholded")
+    written = some(negate(thresholded), score >= tau if ties else score > tau)
+    return Statement(
+        logic="QF_LIRA",
+        premises=(
+            before < topk,
+            implies(thresholded, reach >= topk if enough else reach >= topk - 1),
+            # strict_pruning, with the score as its own bound.
+            implies(score < tau, before >= reach),
+        ),
+        claim=written,
     )
 
 
@@ -229,14 +293,70 @@ LEMMAS = (
         ),
     ),
     Lemma(
-        id="order_key",
-        statement="The 32-bit key of a float32 sorts as its value, and -0 and +0 share one.",
+        id="order_code",
+        statement="The 32-bit code of a float32 sorts as its value; -0 and +0 share one, and only NaN has the code 0.",
         theme=THEME,
-        build=_order_key,
-        speaks_of=("dosa_ref.select.exact_topk",),
+        build=_order_code,
+        speaks_of=("dosa_gpu.kernels.topk.launch_topk", "dosa_ref.select.exact_topk"),
         mutants=(
-            Mutant(id="signed_zero", broken="-0 has a key of its own", build=partial(_order_key, canonical=False)),
-            Mutant(id="nan", broken="NaN scores allowed", build=partial(_order_key, nan=True)),
+            Mutant(id="signed_zero", broken="-0 has a code of its own", build=partial(_order_code, one_zero=False)),
+            Mutant(id="nan", broken="NaN scores take part", build=partial(_order_code, nan_is_least=False)),
+        ),
+    ),
+    Lemma(
+        id="radix_select",
+        statement="The largest digit that still reaches the wanted count keeps the K-th largest code in the prefix.",
+        theme=THEME,
+        build=_radix_select,
+        speaks_of=("dosa_gpu.kernels.topk.launch_topk",),
+        mutants=(
+            Mutant(
+                id="not_subtracted",
+                broken="larger digits are not counted",
+                build=partial(_radix_select, subtracted=False),
+            ),
+            Mutant(id="digit_too_large", broken="the next digit", build=partial(_radix_select, reaches=False)),
+        ),
+        note="After four digits the prefix is the K-th code: `greater` codes above it and `wanted` of those equal to "
+        "it are K keys; which of the equal ones is `tie_rank`.",
+    ),
+    Lemma(
+        id="running_threshold",
+        statement="The larger of two valid thresholds is valid, and skips whatever the smaller one skips.",
+        theme=THEME,
+        build=_running_threshold,
+        speaks_of=("dosa_gpu.pipeline.pruned_rows",),
+        mutants=(
+            Mutant(
+                id="foreign_list", broken="the list is of another row", build=partial(_running_threshold, genuine=False)
+            ),
+        ),
+        note="That the K-th best of the keys scored so far is valid is `threshold`, with those keys as the seeds.",
+    ),
+    Lemma(
+        id="overflow_rescan",
+        statement="Whether a chunk's list fits or the chunk is rescanned, a winner is merged once and no key twice.",
+        theme=THEME,
+        build=_overflow_rescan,
+        speaks_of=("dosa_gpu.pipeline.pruned_rows",),
+        mutants=(
+            Mutant(
+                id="list_kept", broken="the full list is merged too", build=partial(_overflow_rescan, emptied=False)
+            ),
+            Mutant(
+                id="cut", broken="the list is cut, nothing rescanned", build=partial(_overflow_rescan, rescanned=False)
+            ),
+        ),
+    ),
+    Lemma(
+        id="decode_threshold",
+        statement="With K recent keys that reach tau, or without a threshold, every member of the top K is written.",
+        theme=THEME,
+        build=_decode_threshold,
+        speaks_of=("dosa_ref.select.select_decode",),
+        mutants=(
+            Mutant(id="above_only", broken="only score > tau is written", build=partial(_decode_threshold, ties=False)),
+            Mutant(id="too_few", broken="K - 1 recent keys", build=partial(_decode_threshold, enough=False)),
         ),
     ),
     Lemma(

@@ -74,7 +74,7 @@ def _e4m3_products_exact(_: Constants, *, sort: str = FLOAT32, nan: bool = False
 
 
 def _exponent_vote(constants: Constants, *, raised: bool = True) -> Statement:
-    # In units of the smallest subnormal, 2^-9: a magnitude is significand << (biased - 1).
+    # In units of the smallest subnormal, 2^-9: a magnitude is significand << (biased - 1); covers are those of x~.
     smallest_normal = constants["E4M3_MIN_NORMAL"] / constants["E4M3_MIN_SUBNORMAL"]
     magnitudes, covers, votes, premises = [], [], [], []
     for name in ("a", "b"):
@@ -82,9 +82,10 @@ def _exponent_vote(constants: Constants, *, raised: bool = True) -> Statement:
         significand, biased = e4m3_significand(code, WIDTH), e4m3_biased_exponent(code, WIDTH)
         magnitude = significand << (biased - 1)
         magnitudes.append(magnitude)
-        covers.append(choose(magnitude < smallest_normal, number(smallest_normal, magnitude.sort), magnitude))
+        raised_magnitude = choose(magnitude < smallest_normal, number(smallest_normal, magnitude.sort), magnitude)
+        covers.append(choose(equal(significand, 0), magnitude, raised_magnitude))
         votes.append(number(1, magnitude.sort) << (biased - 1 + E4M3_SIGNIFICAND_BITS))
-        premises += [negate(e4m3_is_nan(code)), negate(equal(significand, 0))]
+        premises.append(negate(equal(significand, 0)))
     bounds = covers if raised else magnitudes
     return Statement(
         logic="QF_BV",
@@ -103,6 +104,7 @@ def _step_alignment(
     whole = product << (fraction_bits - PRODUCT_FRACTION_BITS)
     kept_accumulator = align_accumulator(accumulator, gap, fraction_bits)
     drop = gap + (23 - fraction_bits)
+    # The limits keep every integer below inside its 64 bits.
     premises = [product <= PRODUCT_MAX, shift <= SHIFT_MAX, gap <= SHIFT_MAX - 24, accumulator < 1 << 24]
     if short_accumulator:
         premises.append(equal(accumulator & ((1 << (23 - fraction_bits)) - 1), 0))
@@ -110,6 +112,9 @@ def _step_alignment(
         logic="QF_BV",
         premises=tuple(premises),
         claim=every(
+            equal(whole >> (fraction_bits - PRODUCT_FRACTION_BITS), product),
+            kept < 1 << (fraction_bits + 2),
+            kept_accumulator < 1 << (fraction_bits + 1),
             (kept << shift) <= whole,
             whole - (kept << shift) < (one << shift),
             implies(shift <= fraction_bits - PRODUCT_FRACTION_BITS + extra_shift, equal(kept << shift, whole)),
@@ -148,8 +153,9 @@ def _output_cut(constants: Constants, *, spare: int = 0, away: int = 0, exact_bi
     unit = choose(exponent <= fraction_bits, number(0, magnitude.sort), exponent - fraction_bits)
     return Statement(
         logic="QF_BV",
-        premises=(magnitude <= largest, exponent < SHIFT_MAX, equal(magnitude >> exponent, 1)),
+        premises=(magnitude <= largest, equal(magnitude >> exponent, 1)),
         claim=every(
+            magnitude < 1 << 24,
             cut <= magnitude,
             ((magnitude - cut) << (fraction_bits + spare)) < (one << exponent),
             (one << exponent) <= magnitude,
@@ -191,7 +197,8 @@ def _dot_error(
     return Statement(
         logic="QF_NRA",
         premises=(
-            *(x >= 0 for x in (prefix, prefix_next, block, key_max, n, error)),
+            block >= 0,
+            n >= 0,
             key_max <= n if raised_norm else key_max <= 2 * n,
             absolute(accumulator) <= prefix * n,
             step_power <= vote,
@@ -211,7 +218,7 @@ def _dot_error_total(constants: Constants, *, skipped: int = -1) -> Statement:
     for t in range(steps):
         loss, output, after = reals(f"loss_{t} output_{t} error_{t}")
         lossy = terms - 1 if t == 0 else terms
-        premises += [loss >= 0, output >= 0, after <= error + unit * (lossy * loss + output)]
+        premises.append(after <= error + unit * (lossy * loss + output))
         error = after
         budget = constants["FIRST_STEP_LOSSY"] if t == 0 else constants["STEP_LOSSY"]
         if t != skipped:
@@ -226,7 +233,6 @@ def _computed_dots(_: Constants, *, negative: bool = True, projected: bool = Tru
         logic="QF_NRA",
         premises=(
             absolute(computed - exact) <= error,
-            weight > 0,
             share >= 0,
             multiplier >= 0,
             weight >= multiplier if negative else weight <= multiplier,
@@ -247,8 +253,6 @@ def _dot_magnitude(_: Constants, *, own_error: bool = True) -> Statement:
         logic="QF_NRA",
         premises=(
             vector_norm >= 0,
-            key_norm >= 0,
-            error >= 0,
             key_norm <= n,
             absolute(exact) <= vector_norm * key_norm,
             absolute(computed - exact) <= error * n,

@@ -15,7 +15,6 @@
 (assert (= (* 2.0 part) (+ linear size)))
 (assert (= size signed))
 (assert (>= key_norm 0.0))
-(assert (>= sum_norm 0.0))
 (assert (>= rho 0.0))
 (assert (<= whole (* key_norm sum_norm)))
 (assert (<= (* sum_norm sum_norm) cover))

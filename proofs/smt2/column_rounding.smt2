@@ -11,8 +11,6 @@
 (declare-const scale Real)
 (assert (> scale 0.0))
 (assert (>= rounding 0.0))
-(assert (>= dot_error 0.0))
-(assert (>= key_norm 0.0))
 (assert (<= key_norm n))
 (assert (<= (ite (>= (- exact (* scale column)) 0.0) (- exact (* scale column)) (- (- exact (* scale column)))) (* rounding key_norm)))
 (assert (<= (ite (>= (- computed column) 0.0) (- computed column) (- (- computed column))) (* dot_error n)))

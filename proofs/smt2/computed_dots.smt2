@@ -8,7 +8,6 @@
 (declare-const share Real)
 (declare-const weight Real)
 (assert (<= (ite (>= (- computed exact) 0.0) (- computed exact) (- (- computed exact))) error))
-(assert (> weight 0.0))
 (assert (>= share 0.0))
 (assert (>= multiplier 0.0))
 (assert (>= weight multiplier))

@@ -8,8 +8,6 @@
 (declare-const n Real)
 (declare-const vector_norm Real)
 (assert (>= vector_norm 0.0))
-(assert (>= key_norm 0.0))
-(assert (>= error 0.0))
 (assert (<= key_norm n))
 (assert (<= (ite (>= exact 0.0) exact (- exact)) (* vector_norm key_norm)))
 (assert (<= (ite (>= (- computed exact) 0.0) (- computed exact) (- (- computed exact))) (* error n)))

@@ -10,5 +10,5 @@
 (assert (<= stride 2147483648))
 (assert (>= column 0))
 (assert (< column 2147483648))
-(assert (not (and (< (+ (* row stride) column) 9223372036854775808) (>= (+ (* row stride) column) (* row stride)))))
+(assert (not (and (< (+ (* row stride) column) 9223372036854775808) (>= (+ (* row stride) column) 0))))
 (check-sat)

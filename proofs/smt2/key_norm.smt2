@@ -8,7 +8,6 @@
 (declare-const root Real)
 (declare-const squares Real)
 (declare-const total Real)
-(assert (>= squares 0.0))
 (assert (>= root 0.0))
 (assert (>= total (* (/ 131071.0 131072.0) squares)))
 (assert (>= (* root root) (* (/ 281474943156225.0 281474976710656.0) total)))

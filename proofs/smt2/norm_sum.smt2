@@ -6,8 +6,6 @@
 (declare-const own Real)
 (declare-const squares Real)
 (assert (>= count 1.0))
-(assert (>= norms 0.0))
-(assert (>= own 0.0))
 (assert (<= (* norms norms) (* count squares)))
 (assert (not (<= (* (+ norms own) (+ norms own)) (* (+ count 1.0) (+ squares (* own own))))))
 (check-sat)

@@ -13,7 +13,6 @@
 (assert (= part active_dot))
 (assert (= active (> dot 0.0)))
 (assert (>= key_norm 0.0))
-(assert (>= sum_norm 0.0))
 (assert (>= rho 0.0))
 (assert (<= final (* key_norm sum_norm)))
 (assert (<= (* sum_norm sum_norm) cover))

@@ -6,7 +6,6 @@
 (declare-const power Real)
 (declare-const rounded Real)
 (declare-const spacing Real)
-(assert (> power 0.0))
 (assert (or (= spacing (* (/ 1.0 8388608.0) power)) (= spacing (/ 1.0 713623846352979940529142984724747568191373312.0))))
 (assert (or (<= power (ite (>= exact 0.0) exact (- exact))) (= spacing (/ 1.0 713623846352979940529142984724747568191373312.0))))
 (assert (<= (* 2.0 (ite (>= (- rounded exact) 0.0) (- rounded exact) (- (- rounded exact)))) spacing))

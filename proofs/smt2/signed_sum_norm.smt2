@@ -14,6 +14,5 @@
 (assert (<= square cover))
 (assert (<= cross cross_cover))
 (assert (<= (- cross) cross_cover))
-(assert (>= own 0.0))
 (assert (not (and (<= (+ cross (* other_sign inner)) (+ cross_cover (ite (>= inner 0.0) inner (- inner)))) (<= (- (+ cross (* other_sign inner))) (+ cross_cover (ite (>= inner 0.0) inner (- inner)))) (<= (+ (+ square (* 2.0 (* sign cross))) (* (* sign sign) own)) (+ (+ cover (* 2.0 cross_cover)) own)))))
 (check-sat)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -93,21 +94,30 @@ def _same(a: Value, b: Value) -> bool:
     return bool(a == b)
 
 
+PRECISION = {np.float16: (11, -24), np.float32: (24, -149), np.float64: (53, -1074)}
+"""Significand bits, and exponent of the smallest subnormal."""
+
+
 def directed(value: Fraction, dtype: Any, mode: str) -> Any:
-    """A rational that float64 holds exactly, rounded to a float type."""
-    with np.errstate(over="ignore"):
-        nearest = dtype(float(value))
-    assert Fraction(float(value)) == value
-    if mode == "RNE" or not np.isfinite(nearest) or Fraction(float(nearest)) == value:
-        # Beyond the largest finite value the directed neighbours are that value and infinity.
-        if mode != "RNE" and np.isinf(nearest):
-            away = (mode == "RTP") == (value > 0)
-            return nearest if away else np.nextafter(nearest, dtype(0))
-        return nearest
-    if mode == "RTP":
-        return nearest if Fraction(float(nearest)) > value else np.nextafter(nearest, dtype(np.inf))
-    assert mode == "RTN"
-    return nearest if Fraction(float(nearest)) < value else np.nextafter(nearest, dtype(-np.inf))
+    """A rational rounded once to a float type."""
+    digits, smallest = PRECISION[dtype]
+    magnitude = abs(value)
+    leading = magnitude.numerator.bit_length() - magnitude.denominator.bit_length()
+    leading -= Fraction(2) ** leading > magnitude
+    last = max(leading - digits + 1, smallest)
+    units = magnitude / Fraction(2) ** last
+    away = {"RTP": value > 0, "RTN": value < 0}
+    if mode == "RNE":
+        count = round(units)  # ties to even
+    else:
+        assert mode in ("RTZ", *away)
+        count = math.ceil(units) if away.get(mode, False) else math.floor(units)
+    largest = Fraction(float(np.finfo(dtype).max))
+    if count * Fraction(2) ** last > largest:
+        result = dtype(np.inf) if mode == "RNE" or away.get(mode, False) else np.finfo(dtype).max
+    else:
+        result = dtype(math.ldexp(count, last))
+    return -result if value < 0 else result
 
 
 def _convert(dtype: Any, *operands: Value) -> Any:
@@ -126,6 +136,21 @@ def _multiply(mode: str, a: Any, b: Any) -> Any:
         with np.errstate(invalid="ignore"):
             return a * b
     return directed(Fraction(float(a)) * Fraction(float(b)), type(a), mode)
+
+
+def _add(mode: str, a: Any, b: Any) -> Any:
+    return _fma(mode, type(a)(1), a, b)
+
+
+def _fma(mode: str, a: Any, b: Any, c: Any) -> Any:
+    dtype = type(a)
+    if all(map(np.isfinite, (a, b, c))):
+        exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+        if exact or c:
+            return directed(exact, dtype, mode)
+        return dtype(math.copysign(0.0, a) * math.copysign(1.0, b) + float(c))  # the sum of two zeros
+    with np.errstate(invalid="ignore"):
+        return c if np.isfinite(a) and np.isfinite(b) else a * b + c
 
 
 OPERATORS: dict[str, Callable[..., Value]] = {
@@ -157,6 +182,9 @@ OPERATORS: dict[str, Callable[..., Value]] = {
     "bvuge": lambda a, b: a.value >= b.value,
     "concat": lambda a, b: Bits(a.value << b.width | b.value, a.width + b.width),
     "fp.mul": _multiply,
+    "fp.add": _add,
+    "fp.fma": _fma,
+    "fp.isInfinite": lambda a: bool(np.isinf(a)),
     "fp.leq": lambda a, b: bool(a <= b),
     "fp.lt": lambda a, b: bool(a < b),
     "fp.eq": lambda a, b: bool(a == b),
@@ -168,7 +196,7 @@ def evaluate_tree(tree: Any, environment: Environment) -> Value:
     if isinstance(tree, str):
         if tree in environment:
             return environment[tree]
-        return tree if tree in ("RNE", "RTP", "RTN") else literal(tree)
+        return tree if tree in ("RNE", "RTZ", "RTP", "RTN") else literal(tree)
     operator, *arguments = tree
     if operator == "ite":
         condition, then, otherwise = arguments

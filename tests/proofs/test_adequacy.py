@@ -30,7 +30,7 @@ from proofs.encodings import (
     float32_before,
     float32_successor,
     maximum,
-    order_key,
+    order_code,
     relu,
     round_nearest_even,
 )
@@ -355,8 +355,8 @@ def test_row_magnitude_names_the_same_sums():
 
 @settings(deadline=None)
 @given(a=FLOAT_BITS, b=FLOAT_BITS)
-def test_order_key_sorts_as_the_value(a, b, evaluate, bits):
-    text = order_key(bits_term("s", 32)).text
+def test_order_code_sorts_as_the_value(a, b, evaluate, bits):
+    text = order_code(bits_term("s", 32)).text
     for x, y in [(a, b), *((a, edge) for edge in EDGE_BITS), (0, 1 << 31)]:
         if np.isnan(as_float32(x)) or np.isnan(as_float32(y)):
             continue

@@ -124,7 +124,7 @@ def test_build_records_what_the_prover_said(small, recorded):
 def test_a_result_that_is_unknown_is_recorded_as_such(small):
     lemmas, reports, _ = small
     unknown = Unknown(reason="z3: timeout", time_s=1.0)
-    spoiled = dataclasses.replace(reports[0], status=unknown, mutants=(("wrong_sign", unknown),), confirmed_by=())
+    spoiled = dataclasses.replace(reports[0], status=unknown, mutants=(("wrong_sign", unknown),), confirmations=())
     entry = ledger.build(lemmas[:1], [spoiled])["lemmas"]["relu_subadditive"]
     assert entry["result"] == "unknown"
     assert entry["mutants"] == [{"id": "wrong_sign", "status": "unknown", "counterexample": None}]
@@ -210,3 +210,18 @@ def test_report_type_is_frozen(small):
     assert isinstance(reports[0], LemmaReport)
     with pytest.raises(dataclasses.FrozenInstanceError):
         reports[0].status = None
+
+
+def test_no_proof_comes_near_its_limits(recorded):
+    for name, entry in recorded["lemmas"].items():
+        for solver in entry["solvers"]:
+            assert 2 * solver["time_s"] <= solver["time_limit_s"], name
+        decided = entry["solvers"][0]
+        assert 0 < 2 * decided["resources"] <= decided["resource_limit"], name
+
+
+def test_every_solver_answers_and_most_lemmas_have_two(recorded):
+    solvers = [{solver["name"] for solver in entry["solvers"]} for entry in recorded["lemmas"].values()]
+    assert all("z3" in names for names in solvers)
+    assert sum(len(names) >= 2 for names in solvers) >= 0.8 * len(solvers)
+    assert sum(len(names) == 3 for names in solvers) >= 15

@@ -1,0 +1,9 @@
+; directed_rounding: Cutting towards zero, or stepping up, changes a magnitude by less than one unit of its last bit.
+; The negated claim: unsat means proved.
+(set-logic QF_BV)
+(declare-const drop (_ BitVec 64))
+(declare-const value (_ BitVec 64))
+(assert (bvule drop #b0000000000000000000000000000000000000000000000000000000000100110))
+(assert (bvult value (bvshl #b0000000000000000000000000000000000000000000000000000000000000001 #b0000000000000000000000000000000000000000000000000000000000111110)))
+(assert (not (and (bvule (bvshl (bvlshr value drop) drop) value) (bvule value (ite (= (bvshl (bvlshr value drop) drop) value) (bvshl (bvlshr value drop) drop) (bvadd (bvshl (bvlshr value drop) drop) (bvshl #b0000000000000000000000000000000000000000000000000000000000000001 drop)))) (bvult (bvshl (bvsub value (bvshl (bvlshr value drop) drop)) #b0000000000000000000000000000000000000000000000000000000000000000) (bvshl #b0000000000000000000000000000000000000000000000000000000000000001 drop)) (bvult (bvshl (bvsub (ite (= (bvshl (bvlshr value drop) drop) value) (bvshl (bvlshr value drop) drop) (bvadd (bvshl (bvlshr value drop) drop) (bvshl #b0000000000000000000000000000000000000000000000000000000000000001 drop))) value) #b0000000000000000000000000000000000000000000000000000000000000000) (bvshl #b0000000000000000000000000000000000000000000000000000000000000001 drop)) (= (bvshl (bvlshr (ite (= (bvshl (bvlshr value drop) drop) value) (bvshl (bvlshr value drop) drop) (bvadd (bvshl (bvlshr value drop) drop) (bvshl #b0000000000000000000000000000000000000000000000000000000000000001 drop))) drop) drop) (ite (= (bvshl (bvlshr value drop) drop) value) (bvshl (bvlshr value drop) drop) (bvadd (bvshl (bvlshr value drop) drop) (bvshl #b0000000000000000000000000000000000000000000000000000000000000001 drop)))))))
+(check-sat)

@@ -1,0 +1,15 @@
+; scale_power_of_two: Multiplying a normal float32 by a power of two is exact while the product is normal.
+; The negated claim: unsat means proved.
+(set-logic QF_BVFP)
+(declare-const scale (_ BitVec 32))
+(declare-const x (_ BitVec 32))
+(assert (= ((_ extract 31 31) scale) #b0))
+(assert (bvuge ((_ zero_extend 2) ((_ extract 30 23) scale)) #b0000000001))
+(assert (bvule ((_ zero_extend 2) ((_ extract 30 23) scale)) #b0011111110))
+(assert (bvuge ((_ zero_extend 2) ((_ extract 30 23) x)) #b0000000001))
+(assert (bvule ((_ zero_extend 2) ((_ extract 30 23) x)) #b0011111110))
+(assert (bvuge (bvadd ((_ zero_extend 2) ((_ extract 30 23) x)) ((_ zero_extend 2) ((_ extract 30 23) scale))) #b0010000000))
+(assert (bvule (bvadd ((_ zero_extend 2) ((_ extract 30 23) x)) ((_ zero_extend 2) ((_ extract 30 23) scale))) #b0101111101))
+(assert (= ((_ extract 22 0) scale) #b00000000000000000000000))
+(assert (not (fp.eq (fp.mul RNE ((_ to_fp 8 24) x) ((_ to_fp 8 24) scale)) ((_ to_fp 8 24) (concat (concat ((_ extract 31 31) x) ((_ extract 7 0) (bvsub (bvadd ((_ zero_extend 2) ((_ extract 30 23) x)) ((_ zero_extend 2) ((_ extract 30 23) scale))) #b0001111111))) ((_ extract 22 0) x))))))
+(check-sat)

@@ -1,0 +1,15 @@
+; stride_seeds: floor(i L / n) grows with i if L >= n: seeds of an even spread are distinct.
+; The negated claim: unsat means proved.
+(set-logic QF_NIA)
+(declare-const count Int)
+(declare-const first Int)
+(declare-const length Int)
+(declare-const scaled Int)
+(declare-const second Int)
+(assert (>= count 1))
+(assert (>= length count))
+(assert (<= (* count first) scaled))
+(assert (< (+ scaled length) (+ (* count second) count)))
+(assert (<= (+ scaled length) (* count length)))
+(assert (not (and (< first second) (< first length))))
+(check-sat)

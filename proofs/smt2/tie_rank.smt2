@@ -1,0 +1,15 @@
+; tie_rank: In a list that ascends by key, the first entries among equal scores are those of the smallest keys.
+; The negated claim: unsat means proved.
+(set-logic QF_LIA)
+(declare-const is_tied Bool)
+(declare-const key Int)
+(declare-const other Int)
+(declare-const other_place Int)
+(declare-const place Int)
+(declare-const ranked Int)
+(declare-const smaller Int)
+(declare-const ties Int)
+(assert (= ranked smaller))
+(assert (= (< other_place place) (< other key)))
+(assert (not (and (= (+ ranked (ite (and is_tied (< other_place place)) 1 0)) (+ smaller (ite (and is_tied (< other key)) 1 0))) (= (< (+ ranked (ite (and is_tied (< other_place place)) 1 0)) ties) (< (+ smaller (ite (and is_tied (< other key)) 1 0)) ties)))))
+(check-sat)
