@@ -706,7 +706,7 @@ def _interpreter_decode_part(values: Floats) -> AuditPart:
 
     def classify(inputs: Array, reference: Array, got: Array) -> npt.NDArray[np.str_]:
         kinds = _classify_floats(inputs, reference, got)
-        kinds[np.isnan(reference) & (np.abs(got) == 480)] = "interpreter_nan"
+        kinds[got == np.where(inputs == 0x7F, 480, np.where(inputs == 0xFF, -480, np.nan))] = "interpreter_nan"
         return kinds
 
     name = "decode all E4M3FN codes, Triton's interpreter"

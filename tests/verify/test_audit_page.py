@@ -87,6 +87,10 @@ def test_a_record_appears_whole_or_not_at_all(tmp_path):
     with pytest.raises(ValueError, match="JSON compliant"):
         evidence.write({"x": float("nan")}, tmp_path / "record.json")
     assert list(tmp_path.iterdir()) == []
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder"):
+        evidence.write({"x": 1}, tmp_path / "folder")
+    assert [file.name for file in tmp_path.iterdir()] == ["folder"]
 
 
 def test_pictures(records, tmp_path, monkeypatch):

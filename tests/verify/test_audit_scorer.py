@@ -102,6 +102,54 @@ def test_the_judge_is_the_reference(heads, where):
         assert np.array_equal(want[~nan].view(np.int32), got[~nan].view(np.int32))
 
 
+def one_score(order, dots, weights, scale):
+    """One score in an order, scalar by scalar."""
+    heads = len(dots)
+    relu = [dot if dot > 0 else np.float32(0) for dot in dots]
+    v = []
+    for lane in range(4):
+        chains = []
+        for parity, first in enumerate((order.even, order.odd)):
+            inner = 2 * lane + parity if order.split is Split.LANE_THEN_PARITY else 4 * parity + lane
+            chain = [8 * step + inner for step in range(heads // 8)]
+            if order.descending:
+                chain.reverse()
+            if first is First.SECOND_ALONE:
+                chain[:2] = chain[1::-1]
+            total = relu[chain[0]] * weights[chain[0]]
+            for head in chain[1:]:
+                if first is First.NO_FUSION:
+                    total = total + relu[head] * weights[head]
+                else:
+                    total = fma_float32(relu[head], weights[head], total)
+            chains.append(total * scale if order.scale is Scale.CHAIN else total)
+        both = chains[0] + chains[1]
+        v.append(both * scale if order.scale is Scale.LANE else both)
+    if order.lanes is LaneSum.NEIGHBOURS:
+        total = (v[0] + v[1]) + (v[2] + v[3])
+    elif order.lanes is LaneSum.ACROSS:
+        total = (v[0] + v[2]) + (v[1] + v[3])
+    else:
+        total = ((v[0] + v[1]) + v[2]) + v[3]
+    return total * scale if order.scale is Scale.TOTAL else total
+
+
+@pytest.mark.parametrize("heads", [32, 64])
+def test_every_order_is_computed_as_it_says(heads):
+    random = np.random.Generator(np.random.PCG64(heads))
+    dots, weights = (random.normal(0, 1, (2, heads)) * 2.0 ** random.integers(-6, 7, (2, heads))).astype(np.float32)
+    scale = np.float32(1.7)
+    tensors = (torch.from_numpy(dots).view(1, heads, 1), torch.from_numpy(weights).view(1, heads))
+    seen = set()
+    for order in list(scorer.orders())[:: 5 if heads == 32 else 29]:
+        want = one_score(order, dots, weights, scale)
+        got = scorer.combine(order, *tensors, torch.tensor([scale])).numpy()[0, 0]
+        assert want.dtype == np.float32
+        assert got.view(np.int32) == want.view(np.int32), order.describe()
+        seen.add(got.tobytes())
+    assert len(seen) > 2
+
+
 def test_orders_are_different_words():
     every = list(scorer.orders())
     assert every[0] == CONTRACT
