@@ -20,10 +20,10 @@ model           terms  fraction_bits  output              operand_min       inst
 
 (``terms`` = ``terms_per_step``, ``output`` = ``output_fraction_bits``, ``operand_min`` = ``operand_min_exponent``.)
 
-``docs/arithmetic.md`` reports how both were compared with an H200, bit by bit. ``HMMA_F16`` is what a compiler falls back
-to when a tile does not fit ``wgmma``; it is here to recognise that case, not to score with. Which elements share one of
-its steps is the compiler's choice, here consecutive ones (Triton on an H200 takes elements 0 and 1 of every four of a
-block of 32 in one step, 2 and 3 in the next).
+``docs/arithmetic.md`` reports how both were compared with an H200, bit by bit. ``HMMA_F16`` is what a compiler falls
+back to when a tile does not fit ``wgmma``; it is here to recognise that case, not to score with. Which elements share
+one of its steps is the compiler's choice, here consecutive ones (Triton on an H200 takes elements 0 and 1 of every four
+of a block of 32 in one step, 2 and 3 in the next).
 
 Two forms: :func:`dot_scalar` is integer arithmetic, term by term; :func:`dots` is the vectorised twin.
 """
