@@ -231,8 +231,8 @@ LEMMAS = (
         mutants=(
             Mutant(id="any_hint", broken="a hint may be a newest key", build=partial(_disjoint_seeds, filtered=False)),
         ),
-        note="So seeds of two kinds are distinct if those of each kind are: hints because repetitions are removed, older "
-        "keys by `stride_seeds`.",
+        note="So seeds of two kinds are distinct if those of each kind are: hints because repetitions are removed, "
+        "older keys by `stride_seeds`.",
     ),
     Lemma(
         id="tie_rank",
