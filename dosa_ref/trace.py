@@ -6,6 +6,9 @@ header has ``schema`` and ``topk`` and says how the trace was made.
 
 ``dosa.result/1``: tensors ``topk_indices`` I32 ``[rows, topk]`` and ``scores`` F32 ``[rows, topk]``.
 
+``dosa.logits/1``: tensors ``logits`` F32 ``[rows, n]``, ``row_start`` and ``row_end`` I32 ``[rows]``; the header has
+``schema``, ``kind`` (``logits``) and ``topk``. It is the input of a top-K kernel alone.
+
 A file is read whole and checked before anything is believed; a file is written to a temporary neighbour and renamed,
 so that no half-written file ever carries the final name.
 """
@@ -31,6 +34,7 @@ from dosa_ref.spec import InvalidProblem
 
 TRACE_SCHEMA: Final = "dosa.trace/1"
 RESULT_SCHEMA: Final = "dosa.result/1"
+LOGITS_SCHEMA: Final = "dosa.logits/1"
 
 _TRACE_TENSORS: Final = {
     "q": "F8_E4M3",
@@ -41,6 +45,7 @@ _TRACE_TENSORS: Final = {
     "cu_seqlen_ke": "I32",
 }
 _RESULT_TENSORS: Final = {"topk_indices": "I32", "scores": "F32"}
+_LOGITS_TENSORS: Final = {"logits": "F32", "row_start": "I32", "row_end": "I32"}
 _DTYPES: Final[dict[str, Any]] = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
     "F32": np.dtype("<f4"),
@@ -74,6 +79,78 @@ class SavedResult:
     topk_indices: npt.NDArray[np.int32]
     scores: npt.NDArray[np.float32]
     header: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LogitsProblem:
+    """Rows of scores from which a top-K kernel selects.
+
+    Attributes:
+        logits: float32 ``[rows, n]``, any strides; NaN and Inf are data.
+        row_start: first visible column of each row, int32 ``[rows]``.
+        row_end: end (exclusive) of each row's visible columns, int32 ``[rows]``; ``end <= start`` is an empty row.
+        topk: columns to select per row.
+
+    Raises:
+        InvalidProblem: naming the field.
+    """
+
+    logits: npt.NDArray[np.float32]
+    row_start: npt.NDArray[np.int32]
+    row_end: npt.NDArray[np.int32]
+    topk: int
+
+    def __post_init__(self) -> None:
+        for field, array, dtype, rank in (
+            ("logits", self.logits, np.float32, 2),
+            ("row_start", self.row_start, np.int32, 1),
+            ("row_end", self.row_end, np.int32, 1),
+        ):
+            if array.dtype != dtype or array.ndim != rank:
+                raise InvalidProblem(field, f"{array.dtype}, {array.ndim} dimensions", f"{dtype.__name__}, {rank}")
+        rows, columns = self.logits.shape
+        if self.row_start.shape != (rows,) or (self.row_start < 0).any():
+            raise InvalidProblem("row_start", self.row_start.tolist()[:8], f"{rows} columns, at least 0")
+        if self.row_end.shape != (rows,) or (self.row_end > columns).any():
+            raise InvalidProblem("row_end", self.row_end.tolist()[:8], f"{rows} columns, at most {columns}")
+        if self.topk < 0:
+            raise InvalidProblem("topk", self.topk, "at least 0")
+
+    def window(self, row: int) -> tuple[int, int]:
+        """Visible columns ``[start, end)`` of a row; an empty row gives ``(start, start)``."""
+        start = int(self.row_start[row])
+        return start, max(start, int(self.row_end[row]))
+
+
+def load_logits(path: str | os.PathLike[str]) -> tuple[LogitsProblem, Mapping[str, str]]:
+    """Read a logits file.
+
+    Args:
+        path: the file.
+
+    Returns:
+        The problem and the file's text header.
+
+    Raises:
+        InvalidProblem: naming ``file``, ``schema``, ``topk`` or a tensor.
+    """
+    tensors, header = _read(path, LOGITS_SCHEMA, _LOGITS_TENSORS)
+    return LogitsProblem(**tensors, topk=_header_topk(header)), header
+
+
+def save_logits(path: str | os.PathLike[str], problem: LogitsProblem, header: Mapping[str, str] | None = None) -> None:
+    """Write a logits file atomically.
+
+    Args:
+        path: the file; replaced if it exists.
+        problem: the rows, any strides.
+        header: more text for the header; ``schema``, ``kind`` and ``topk`` are set here.
+
+    Raises:
+        InvalidProblem: ``file`` cannot be written.
+    """
+    text = {**(header or {}), "schema": LOGITS_SCHEMA, "kind": "logits", "topk": str(problem.topk)}
+    _write(path, {name: getattr(problem, name) for name in _LOGITS_TENSORS}, text)
 
 
 def load_trace(path: str | os.PathLike[str], topk: int | None = None) -> Trace:

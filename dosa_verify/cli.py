@@ -9,6 +9,7 @@ Heavy libraries are imported by the command that needs them: ``env``, ``check`` 
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import importlib.util
 import sys
@@ -29,7 +30,7 @@ from dosa_ref.spec import (
     SolverUnknown,
     UnprovedBound,
 )
-from dosa_verify.targets.dosa import Device, KernelTarget, connect, cuda_is_available
+from dosa_verify.targets.dosa import TARGET_NAMES, Device, KernelTarget, connect, cuda_is_available
 
 
 class Exit(enum.IntEnum):
@@ -207,12 +208,29 @@ def _record_audit(
         show()
 
 
+def _seconds(text: str) -> float:
+    """Seconds from ``90``, ``90s``, ``5m`` or ``1h``."""
+    unit = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
+    try:
+        seconds = float(text[:-1]) * unit if unit else float(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is no duration such as 90, 90s, 5m or 1h") from error
+    if not 0 <= seconds < float("inf"):
+        raise typer.BadParameter(f"{text!r} is not a finite duration of at least 0")
+    return seconds
+
+
 @app.command()
 def fuzz(
-    target: Annotated[str, typer.Argument(help="dosa (four modes and the dense path) or dense.")] = "dosa",
+    target: Annotated[
+        str,
+        typer.Argument(help="dosa, dense, topk, lifted.both, torch.topk, ... or module:callable (docs/fuzzing.md)."),
+    ] = "dosa",
     examples: Annotated[int | None, typer.Option(min=0, help="Random cases, besides the directed ones.")] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the search.")] = 0,
-    budget: Annotated[float | None, typer.Option(min=0, help="Start no new case after this many seconds.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(parser=_seconds, metavar="TIME", help="Start no new case after it: 90, 90s, 5m, 1h.")
+    ] = None,
     device: DeviceOption = Device.CPU,
     replay: Annotated[
         Path | None, typer.Option(exists=True, dir_okay=False, help="Run one saved case instead of searching.")
@@ -220,30 +238,58 @@ def fuzz(
     out: Annotated[Path, typer.Option(exists=True, file_okay=False, help="Folder for a failing case.")] = Path(),
     json_output: Json = False,
 ) -> None:
-    """Compare kernels with the reference on nasty problems, every index and every score bit.
+    """Compare kernels with the reference on nasty problems.
 
-    Examples: `dosa fuzz` · `dosa fuzz dosa --examples 500 --seed 7` ·
+    `dosa` and `dense` are whole selections, every index and every score bit. The others are top-K kernels, logits in,
+    indices out, judged by what they promise; `module:callable` is yours: `f(logits, topk) -> indices`, NumPy float32
+    [rows, n] in, int32 [rows, topk] out, -1 behind the last. It runs in a process of its own, so that it may crash.
+
+    Examples: `dosa fuzz` · `dosa fuzz dosa --examples 500 --seed 7` · `dosa fuzz mykernel:topk --budget 5m` ·
     `dosa fuzz dosa --replay case-3f2a91c0.safetensors`
     """
     from dosa_verify import terminal
-    from dosa_verify.fuzz import runner
 
-    kernel_target = KernelTarget(name=target, device=device)
-    connect(device)
     command = f"dosa fuzz {target} --device {device.value}"
-    if replay is not None:
-        report = runner.replay(kernel_target, replay, command=command)
-    else:
-        with terminal.progress("fuzzing") as on_progress:
-            report = runner.run(
-                kernel_target,
-                examples=runner.DEFAULT_EXAMPLES if examples is None else examples,
-                seed=seed,
-                budget_s=budget,
-                folder=out,
-                command=command,
-                on_progress=on_progress,
-            )
+    with terminal.progress("fuzzing") as on_progress:
+        if target in TARGET_NAMES:
+            from dosa_verify.fuzz import runner
+
+            kernel_target = KernelTarget(name=target, device=device)
+            connect(device)
+            if replay is not None:
+                report = runner.replay(kernel_target, replay, command=command)
+            else:
+                report = runner.run(
+                    kernel_target,
+                    examples=runner.DEFAULT_EXAMPLES if examples is None else examples,
+                    seed=seed,
+                    budget_s=budget,
+                    folder=out,
+                    command=command,
+                    on_progress=on_progress,
+                )
+        else:
+            from dosa_verify.fuzz import logits_runner
+            from dosa_verify.targets import logits
+
+            logits_target = logits.make(target, device)
+            with contextlib.ExitStack() as stack:
+                checker = None
+                if ":" in target:
+                    checker = stack.enter_context(contextlib.closing(logits_runner.IsolatedChecker(target, device)))
+                if replay is not None:
+                    report = logits_runner.replay(logits_target, replay, checker=checker, command=command)
+                else:
+                    report = logits_runner.run(
+                        logits_target,
+                        checker=checker,
+                        examples=logits_runner.DEFAULT_EXAMPLES if examples is None else examples,
+                        seed=seed,
+                        budget_s=budget,
+                        folder=out,
+                        command=command,
+                        on_progress=on_progress,
+                    )
     if json_output:
         terminal.print_json(report.to_json())
     else:

@@ -179,7 +179,11 @@ def print_fuzz(report: FuzzReport) -> None:
     if report.budget_spent:
         _print("the time budget was spent before all cases ran")
     if report.failure is None:
-        _print("exact: every index and every score bit equals the reference")
+        if report.promise is None:
+            _print("exact: every index and every score bit equals the reference")
+        else:
+            promise = ", ".join(f"{name} {value}" for name, value in report.promise.items() if value is not None)
+            _print(f"no fault under what it promises: {promise}")
     else:
         print_failure(report.failure)
 

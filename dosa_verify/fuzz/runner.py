@@ -10,11 +10,13 @@ import collections
 import dataclasses
 import enum
 import hashlib
+import importlib
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +27,13 @@ from dosa_ref.select import select_dense
 from dosa_ref.spec import BackendUnavailable, Contract, DosaError, Fallback, InvalidProblem, UnprovedBound
 from dosa_ref.trace import load_trace, save_trace
 from dosa_verify.fuzz.cases import Case, Scales, Special, Values, Weights, Windows, build, case_from_json
+from dosa_verify.fuzz.logits import LogitsCase
 from dosa_verify.targets.base import RunOptions, Target, TargetResult
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import SearchStrategy
+
+AnyCase = TypeVar("AnyCase")
 
 SCHEMA = "dosa.fuzz/1"
 DEFAULT_EXAMPLES = 40
@@ -45,6 +53,24 @@ class Fault(enum.Enum):
     """The target raised something else."""
     UNSOUND = "unsound"
     """The answer is right, but only after the target noticed that its own bound had pruned a winner."""
+    INVALID_INDEX = "invalid_index"
+    """An index that is neither -1 nor in the row's window."""
+    DUPLICATE = "duplicate"
+    WRONG_COUNT = "wrong_count"
+    """Not as many keys as the row has, up to ``topk``."""
+    WRONG_SET = "wrong_set"
+    """Other keys, or other scores where the target promises no tie rule."""
+    WRONG_ORDER = "wrong_order"
+    NONDETERMINISTIC = "nondeterministic"
+    """Another answer on a second call."""
+    ACCEPTED_NAN = "accepted_nan"
+    """A target that promises to refuse NaN did not."""
+    OVERWRITTEN = "overwritten"
+    """The input, or memory beside input or output, was written."""
+    DIED = "died"
+    """The process ended: a signal, an illegal access."""
+    HUNG = "hung"
+    """No answer in time; the process was ended."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +103,7 @@ class Failure:
         reproducer: command that shows the mismatch again.
     """
 
-    case: Case | None
+    case: Case | LogitsCase | None
     mismatch: Mismatch
     file: str
     reproducer: str
@@ -101,6 +127,7 @@ class FuzzReport:
         time_s: seconds.
         budget_spent: whether the time budget ended the search early.
         failure: the counterexample, or None.
+        promise: by what a top-K kernel was judged; None for whole selections, which must give every index and bit.
     """
 
     target: str
@@ -116,6 +143,7 @@ class FuzzReport:
     time_s: float
     budget_spent: bool
     failure: Failure | None
+    promise: Mapping[str, object] | None = None
 
     @property
     def outcome(self) -> str:
@@ -153,6 +181,7 @@ class FuzzReport:
             "time_s": self.time_s,
             "budget_spent": self.budget_spent,
             "failure": failure,
+            "promise": None if self.promise is None else dict(self.promise),
         }
 
 
@@ -378,7 +407,15 @@ def run(
             failure = (case, mismatch)
             break
     if failure is None and examples > 0 and not over_budget():
-        failure = _search(target, check, examples=examples, seed=seed, over_budget=over_budget)
+        strategies = load_strategies()
+        failure = search(
+            strategies.cases(),
+            check,
+            lambda case: check_problem(target, build(case), options_of(case)),
+            examples=examples,
+            seed=seed,
+            over_budget=over_budget,
+        )
     return FuzzReport(
         target=target.name,
         variants=target.variants,
@@ -396,22 +433,43 @@ def run(
     )
 
 
-def _search(
-    target: Target,
-    check: Callable[[Case], Mismatch | None],
+def load_strategies() -> ModuleType:
+    """Import the strategies.
+
+    Raises:
+        BackendUnavailable: Hypothesis is not installed.
+    """
+    try:
+        return importlib.import_module("dosa_verify.fuzz.strategies")
+    except ImportError as error:
+        raise BackendUnavailable("hypothesis is not installed: pip install 'dosa-verify[fuzz]'") from error
+
+
+def search(
+    strategy: SearchStrategy[AnyCase],
+    check: Callable[[AnyCase], Mismatch | None],
+    recheck: Callable[[AnyCase], Mismatch | None],
     *,
     examples: int,
     seed: int,
     over_budget: Callable[[], bool],
-) -> tuple[Case, Mismatch] | None:
-    """Let Hypothesis draw cases, and shrink the first that fails."""
-    try:
-        import hypothesis
-    except ImportError as error:
-        raise BackendUnavailable("hypothesis is not installed: pip install 'dosa-verify[fuzz]'") from error
-    from dosa_verify.fuzz import strategies
+) -> tuple[AnyCase, Mismatch] | None:
+    """Let Hypothesis draw cases, and shrink the first that fails.
 
-    smallest: tuple[Case, Mismatch] | None = None
+    Args:
+        strategy: draws descriptors.
+        check: runs and counts a case.
+        recheck: runs a case of the shrinker, which is not counted.
+        examples: cases to draw.
+        seed: seed of the search.
+        over_budget: says when to start no new case.
+
+    Returns:
+        The smallest failing case and its mismatch, or None.
+    """
+    import hypothesis
+
+    smallest: tuple[AnyCase, Mismatch] | None = None
     shrink_until = float("inf")
 
     @hypothesis.seed(seed)
@@ -424,8 +482,8 @@ def _search(
         phases=[hypothesis.Phase.generate, hypothesis.Phase.shrink],
         suppress_health_check=list(hypothesis.HealthCheck),
     )
-    @hypothesis.given(strategies.cases())
-    def one_case(case: Case) -> None:
+    @hypothesis.given(strategy)
+    def one_case(case: AnyCase) -> None:
         nonlocal smallest, shrink_until
         if smallest is None:
             if over_budget():
@@ -437,7 +495,7 @@ def _search(
         elif time.monotonic() > shrink_until:
             return
         else:
-            mismatch = check_problem(target, build(case), options_of(case))
+            mismatch = recheck(case)
         if mismatch is not None:
             smallest = (case, mismatch)
             # One place to raise: Hypothesis tells bugs apart by where they are raised.
@@ -455,7 +513,7 @@ def _search(
 def _report_failure(case: Case, mismatch: Mismatch, *, folder: Path, command: str) -> Failure:
     digest = hashlib.sha256(case.describe().encode()).hexdigest()[:8]
     file = folder / f"case-{digest}.safetensors"
-    save_trace(file, build(case), {"case": case.describe(), "variant": mismatch.variant})
+    save_trace(file, build(case), {"kind": "problem", "case": case.describe(), "variant": mismatch.variant})
     return Failure(case=case, mismatch=mismatch, file=str(file), reproducer=f"{command} --replay {file}")
 
 

@@ -1,0 +1,465 @@
+"""Fuzzing a top-K kernel: every row judged by the target's promise, failures shrunk and saved, crashes survived."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import time
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from dosa_ref.formats import float_evidence
+from dosa_ref.select import exact_topk
+from dosa_ref.spec import PAD_INDEX, BackendUnavailable, DosaError, InvalidProblem
+from dosa_ref.trace import LogitsProblem, load_logits, save_logits
+from dosa_verify.fuzz.logits import LogitsCase, build, case_from_json, directed_cases, logits_cases
+from dosa_verify.fuzz.runner import Failure, Fault, FuzzReport, Mismatch, load_strategies, search
+from dosa_verify.targets import logits as targets
+from dosa_verify.targets.dosa import Device
+from dosa_verify.targets.logits import CanaryOverwritten, LogitsTarget, NaNs, Order, Promise, Ties
+
+DEFAULT_EXAMPLES = 200
+TIMEOUT_S = 60.0
+"""A case in a process of its own that takes longer has hung."""
+VARIANT = "topk"
+MARGIN = 3
+"""Rows of canaries before and behind the input."""
+CANARY = np.uint32(0xDEADBEEF)
+
+
+def judge(problem: LogitsProblem, indices: object, promise: Promise) -> Mismatch | None:
+    """Judge an answer by a promise.
+
+    Args:
+        problem: the rows.
+        indices: the answer, int32 ``[rows, topk]``.
+        promise: what the target promises.
+
+    Returns:
+        The first fault by row, or None.
+
+    Exactness: exact; scores are compared as numbers (-0.0 equals 0.0), never with a tolerance.
+
+    Special values: with ``NaNs.UNDEFINED`` a row with a NaN must only have valid, distinct indices.
+    """
+    shape = (len(problem.logits), problem.topk)
+    if not isinstance(indices, np.ndarray) or indices.dtype != np.int32 or indices.shape != shape:
+        got = f"{indices.dtype} {list(indices.shape)}" if isinstance(indices, np.ndarray) else type(indices).__name__
+        evidence = {"got": got, "expected": f"int32 {list(shape)}"}
+        return Mismatch(variant=VARIANT, fault=Fault.WRONG_SHAPE, evidence=evidence)
+    for row in range(len(problem.logits)):
+        found = _judge_row(problem, row, indices[row].astype(np.int64), promise)
+        if found is not None:
+            fault, evidence = found
+            return Mismatch(variant=VARIANT, fault=fault, row=row, evidence=evidence)
+    return None
+
+
+def _judge_row(
+    problem: LogitsProblem, row: int, columns: npt.NDArray[np.int64], promise: Promise
+) -> tuple[Fault, dict[str, Any]] | None:
+    start, end = problem.window(row)
+    scores = problem.logits[row, start:end]
+    outside = (columns != PAD_INDEX) & ((columns < start) | (columns >= end))
+    if outside.any():
+        place = int(np.argmax(outside))
+        return Fault.INVALID_INDEX, {"place": place, "index": int(columns[place]), "window": [start, end]}
+    filled = columns != PAD_INDEX
+    chosen = columns[filled] - start
+    values, counts = np.unique(chosen, return_counts=True)
+    if (counts > 1).any():
+        return Fault.DUPLICATE, {"index": int(values[np.argmax(counts > 1)]) + start}
+    if promise.nans is NaNs.UNDEFINED and np.isnan(scores).any():
+        return None
+    best = exact_topk(scores, problem.topk)
+    best = best[best != PAD_INDEX].astype(np.int64)
+    if len(chosen) != len(best):
+        return Fault.WRONG_COUNT, {"selected": len(chosen), "expected": len(best)}
+    missing, extra = np.setdiff1d(best, chosen), np.setdiff1d(chosen, best)
+    by_score = np.array_equal(np.sort(scores[chosen]), np.sort(scores[best]))
+    if missing.size and (promise.ties is Ties.LOWEST_INDEX or not by_score):
+        return Fault.WRONG_SET, {
+            "missing": int(missing[0]) + start,
+            "missing_score": float_evidence(scores[missing[0]]),
+            "instead": int(extra[0]) + start,
+            "instead_score": float_evidence(scores[extra[0]]),
+            "differing": int(missing.size),
+        }
+    in_order = filled[: len(chosen)].all()
+    if promise.order is Order.ASCENDING_INDEX:
+        in_order = in_order and (np.diff(chosen) > 0).all()
+    if promise.order is Order.DESCENDING_SCORE:
+        ordered = scores[chosen]
+        in_order = in_order and (ordered[1:] <= ordered[:-1]).all()
+    if not in_order:
+        return Fault.WRONG_ORDER, {"indices": columns[:32].tolist(), "order": promise.order.value}
+    return None
+
+
+def _pick(problem: LogitsProblem, rows: npt.NDArray[np.bool_]) -> LogitsProblem:
+    return LogitsProblem(
+        logits=problem.logits[rows],
+        row_start=problem.row_start[rows],
+        row_end=problem.row_end[rows],
+        topk=problem.topk,
+    )
+
+
+def served_rows(problem: LogitsProblem, promise: Promise) -> npt.NDArray[np.bool_]:
+    """Say which rows are inside the limits of a promise, bool ``[rows]``."""
+    served = np.ones(len(problem.logits), bool)
+    if problem.topk < promise.min_topk or (promise.max_topk is not None and problem.topk > promise.max_topk):
+        return ~served
+    for row in range(len(served)):
+        start, end = problem.window(row)
+        length = end - start
+        served[row] = (
+            (promise.short_rows or length >= problem.topk)
+            and (promise.max_row_length is None or length <= promise.max_row_length)
+            and (promise.infinities or not np.isinf(problem.logits[row, start:end]).any())
+        )
+    return served
+
+
+def check_logits(target: LogitsTarget, problem: LogitsProblem) -> Mismatch | None:
+    """Run a target on the rows that it promises to serve, twice where it promises to repeat itself.
+
+    Args:
+        target: what is tested.
+        problem: the rows.
+
+    Returns:
+        The first fault, or None.
+
+    Raises:
+        BackendUnavailable: the target cannot run at all here.
+    """
+    promise = target.promise
+    served = served_rows(problem, promise)
+    if not served.any() and len(served):
+        return None
+    problem = _pick(problem, served)
+    has_nan = np.zeros(len(problem.logits), bool)
+    if promise.nans is NaNs.REJECT:
+        for row in range(len(has_nan)):
+            start, end = problem.window(row)
+            has_nan[row] = bool(np.isnan(problem.logits[row, start:end]).any())
+    parts = [(_pick(problem, ~has_nan), False)] if not has_nan.all() or not len(has_nan) else []
+    parts += [(_pick(problem, has_nan), True)] if has_nan.any() else []
+    for part, must_refuse in parts:
+        calls = [part] if promise.windows or _whole_rows(part) else list(_single_rows(part))
+        for call in calls:
+            mismatch = _check_call(target, call, must_refuse)
+            if mismatch is not None:
+                return mismatch
+    return None
+
+
+def _whole_rows(problem: LogitsProblem) -> bool:
+    return bool((problem.row_start == 0).all() and (problem.row_end == problem.logits.shape[1]).all())
+
+
+def _single_rows(problem: LogitsProblem) -> Sequence[LogitsProblem]:
+    """Each row's window as an array of its own, for a target without windows."""
+    singles = []
+    for row in range(len(problem.logits)):
+        start, end = problem.window(row)
+        singles.append(
+            LogitsProblem(
+                logits=problem.logits[row : row + 1, start:end],
+                row_start=np.zeros(1, np.int32),
+                row_end=np.full(1, end - start, np.int32),
+                topk=problem.topk,
+            )
+        )
+    return singles
+
+
+def _check_call(target: LogitsTarget, problem: LogitsProblem, must_refuse: bool) -> Mismatch | None:
+    promise = target.promise
+    rows, columns = problem.logits.shape
+    gap = columns % 2 + 3 if promise.strided and not problem.logits.flags.c_contiguous else 0
+    buffer = np.full((rows + 2 * MARGIN, columns + gap), CANARY, np.uint32).view(np.float32)
+    buffer[MARGIN : MARGIN + rows, :columns] = problem.logits
+    guarded = dataclasses.replace(problem, logits=buffer[MARGIN : MARGIN + rows, :columns])
+    before = buffer.tobytes()
+    answers = []
+    for _ in range(2 if promise.repeatable and not must_refuse else 1):
+        try:
+            answer = target.select(guarded)
+        except BackendUnavailable:
+            raise
+        except CanaryOverwritten as error:
+            return Mismatch(variant=VARIANT, fault=Fault.OVERWRITTEN, evidence={"message": str(error)})
+        except Exception as error:  # noqa: BLE001 - whatever a target under test raises on served rows is the finding
+            if must_refuse:
+                return None
+            fault = Fault.REFUSED if isinstance(error, DosaError) else Fault.CRASHED
+            return Mismatch(
+                variant=VARIANT, fault=fault, evidence={"error": type(error).__name__, "message": str(error)}
+            )
+        if buffer.tobytes() != before:
+            return Mismatch(variant=VARIANT, fault=Fault.OVERWRITTEN, evidence={"message": "the input was changed"})
+        if must_refuse:
+            return Mismatch(variant=VARIANT, fault=Fault.ACCEPTED_NAN, row=0, evidence={})
+        mismatch = judge(problem, answer, promise)
+        if mismatch is not None:
+            return mismatch
+        answers.append(answer.copy())
+    if len(answers) == 2 and answers[0].tobytes() != answers[1].tobytes():
+        return Mismatch(variant=VARIANT, fault=Fault.NONDETERMINISTIC, evidence={})
+    return None
+
+
+class Checker(Protocol):
+    """Runs one problem through a target."""
+
+    def __call__(self, problem: LogitsProblem) -> Mismatch | None:
+        """Return the first fault, or None."""
+
+
+def _serve(pipe: Connection, name: str, device: Device) -> None:
+    """Body of the process that holds a target: problems in, mismatches out."""
+    target = targets.make(name, device)
+    while True:
+        try:
+            problem = pipe.recv()
+        except EOFError:
+            return
+        pipe.send(check_logits(target, problem))
+
+
+class IsolatedChecker:
+    """Checks a target in a process of its own, which may die or hang; the next case gets a new one.
+
+    Args:
+        name: name of the target, as for `dosa_verify.targets.logits.make`.
+        device: where it runs.
+        timeout_s: a case that takes longer has hung.
+    """
+
+    def __init__(self, name: str, device: Device, timeout_s: float = TIMEOUT_S) -> None:
+        self._name, self._device, self._timeout_s = name, device, timeout_s
+        self._context = multiprocessing.get_context("spawn")
+        self._process: Any = None
+        self._pipe: Connection | None = None
+
+    def __call__(self, problem: LogitsProblem) -> Mismatch | None:
+        """Run one problem; see `check_logits`."""
+        if self._pipe is None:
+            self._pipe, theirs = self._context.Pipe()
+            self._process = self._context.Process(target=_serve, args=(theirs, self._name, self._device), daemon=True)
+            self._process.start()
+            theirs.close()
+        try:
+            self._pipe.send(problem)
+            if not self._pipe.poll(self._timeout_s):
+                self.close()
+                return Mismatch(variant=VARIANT, fault=Fault.HUNG, evidence={"seconds": self._timeout_s})
+            answer: Mismatch | None = self._pipe.recv()
+        except (EOFError, ConnectionError):
+            self._process.join()
+            code = int(self._process.exitcode)
+            self.close()
+            return Mismatch(variant=VARIANT, fault=Fault.DIED, evidence={"exit_code": code})
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        if self._pipe is not None:
+            self._pipe.close()
+            self._pipe = None
+            self._process.kill()
+            self._process.join()
+
+
+def _sizes(promise: Promise) -> tuple[int, int, int]:
+    """Smallest, largest and usual ``topk`` of the cases for a target."""
+    least = max(promise.min_topk, 1)
+    most = least + 63 if promise.max_topk is None else min(least + 63, promise.max_topk)
+    return least, most, min(max(least, 10), most)
+
+
+def run(
+    target: LogitsTarget,
+    *,
+    checker: Checker | None = None,
+    examples: int = DEFAULT_EXAMPLES,
+    seed: int = 0,
+    budget_s: float | None = None,
+    folder: Path = Path(),
+    command: str = "dosa fuzz",
+    directed: bool = True,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> FuzzReport:
+    """Fuzz a top-K kernel.
+
+    Args:
+        target: what is tested.
+        checker: runs a problem, e.g. an `IsolatedChecker`; None runs it in this process.
+        examples: cases for Hypothesis to draw, beyond the directed ones.
+        seed: seed of the search.
+        budget_s: start no new case after this many seconds, or None.
+        folder: where a failing case is saved.
+        command: beginning of the reproducer.
+        directed: run `directed_cases` first.
+        on_progress: called with (cases done, cases planned).
+
+    Returns:
+        The report; ``failure`` holds the smallest counterexample found.
+
+    Raises:
+        BackendUnavailable: Hypothesis is not installed, or the target cannot run here.
+    """
+    started = time.monotonic()
+    check_one: Checker = checker or (lambda problem: check_logits(target, problem))
+    least, most, usual = _sizes(target.promise)
+    planned = list(directed_cases(usual)) if directed else []
+    total = len(planned) + examples
+    cases = rows = directed_run = 0
+    features: collections.Counter[str] = collections.Counter()
+
+    def over_budget() -> bool:
+        return budget_s is not None and time.monotonic() - started > budget_s
+
+    def check(case: LogitsCase) -> Mismatch | None:
+        nonlocal cases, rows
+        problem = build(case)
+        cases += 1
+        rows += int(served_rows(problem, target.promise).sum())
+        for kind in (case.scores, case.windows, *case.planted):
+            features[f"{type(kind).__name__.lower()}.{kind.value}"] += 1
+        mismatch = check_one(problem)
+        if on_progress is not None:
+            on_progress(cases, total)
+        return mismatch
+
+    failure: tuple[LogitsCase, Mismatch] | None = None
+    for case in planned:
+        if over_budget():
+            break
+        mismatch = check(case)
+        directed_run += 1
+        if mismatch is not None:
+            failure = (case, mismatch)
+            break
+    if failure is None and examples > 0 and not over_budget():
+        load_strategies()
+        failure = search(
+            logits_cases(columns=max(700, 3 * least), min_topk=least, max_topk=most),
+            check,
+            lambda case: check_one(build(case)),
+            examples=examples,
+            seed=seed,
+            over_budget=over_budget,
+        )
+    elif failure is not None and examples > 0:
+        failure = _shrink(failure, check_one)
+    report = None
+    if failure is not None:
+        case, mismatch = failure
+        digest = hashlib.sha256(case.describe().encode()).hexdigest()[:8]
+        file = folder / f"logits-{digest}.safetensors"
+        save_logits(file, build(case), {"case": case.describe()})
+        report = Failure(case=case, mismatch=mismatch, file=str(file), reproducer=f"{command} --replay {file}")
+    return FuzzReport(
+        target=target.name,
+        variants=(VARIANT,),
+        seed=seed,
+        examples=examples,
+        directed=directed_run,
+        cases=cases,
+        rows=rows,
+        rows_pruned=0,
+        fallback={},
+        features=dict(sorted(features.items())),
+        time_s=round(time.monotonic() - started, 3),
+        budget_spent=failure is None and cases < total and over_budget(),
+        failure=report,
+        promise=target.promise.to_json(),
+    )
+
+
+def _shrink(failure: tuple[LogitsCase, Mismatch], check: Checker) -> tuple[LogitsCase, Mismatch]:
+    """Make a failing directed case smaller: halve sizes, drop what is not needed, as long as it still fails."""
+    case, mismatch = failure
+    again = True
+    while again:
+        again = False
+        for smaller in _smaller(case):
+            found = check(build(smaller))
+            if found is not None and found.fault is mismatch.fault:
+                case, mismatch, again = smaller, found, True
+                break
+    return case, mismatch
+
+
+def _smaller(case: LogitsCase) -> Iterator[LogitsCase]:
+    """Cases a step simpler than this one, the boldest first."""
+    change = dataclasses.replace
+    for place in range(len(case.planted)):
+        yield change(case, planted=case.planted[:place] + case.planted[place + 1 :])
+    if case.strided:
+        yield change(case, strided=False)
+    for rows in sorted({1, case.rows - 1}):
+        if 1 <= rows < case.rows:
+            yield change(case, rows=rows)
+    for columns in sorted({case.columns // 2, case.columns * 3 // 4, case.columns - 1}):
+        if 0 <= columns < case.columns:
+            yield change(case, columns=columns)
+    for topk in sorted({1, case.topk // 2, case.topk - 1}):
+        if 1 <= topk < case.topk:
+            yield change(case, topk=topk)
+
+
+def replay(
+    target: LogitsTarget, file: Path, *, checker: Checker | None = None, command: str = "dosa fuzz"
+) -> FuzzReport:
+    """Run a saved case again.
+
+    Args:
+        target: what is tested.
+        file: a file that `run` saved, or any logits file.
+        checker: as in `run`.
+        command: beginning of the reproducer.
+
+    Raises:
+        InvalidProblem: the file is no logits file, or its descriptor is damaged.
+    """
+    started = time.monotonic()
+    problem, header = load_logits(file)
+    case = None
+    if "case" in header:
+        try:
+            plain = json.loads(header["case"])
+        except ValueError as error:
+            raise InvalidProblem("case", repr(header["case"][:60]), "a case descriptor in JSON") from error
+        case = case_from_json(plain)
+    mismatch = checker(problem) if checker is not None else check_logits(target, problem)
+    failure = None
+    if mismatch is not None:
+        failure = Failure(case=case, mismatch=mismatch, file=str(file), reproducer=f"{command} --replay {file}")
+    return FuzzReport(
+        target=target.name,
+        variants=(VARIANT,),
+        seed=0,
+        examples=0,
+        directed=0,
+        cases=1,
+        rows=int(served_rows(problem, target.promise).sum()),
+        rows_pruned=0,
+        fallback={},
+        features={},
+        time_s=round(time.monotonic() - started, 3),
+        budget_spent=False,
+        failure=failure,
+        promise=target.promise.to_json(),
+    )
