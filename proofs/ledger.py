@@ -10,9 +10,11 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import io
 import json
 import re
 import sys
+import tokenize
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeAlias
@@ -228,14 +230,20 @@ def _readable(text: str) -> str:
 
 
 def _tests_by_lemma(names: Sequence[str]) -> dict[str, list[str]]:
-    """Test functions of this checkout that name a lemma in a string, as ``file::function``."""
+    """Test functions of this checkout that name a lemma in a string or a comment, as ``file::function``."""
     found: dict[str, list[str]] = {name: [] for name in names}
     for path in (CHECKOUT / "tests" / "proofs" / file for file in ABOUT_LEMMAS):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
-                words = {item.value for item in ast.walk(node) if isinstance(item, ast.Constant)}
-                for name in found.keys() & words:
-                    found[name].append(f"{path.name}::{node.name}")
+        text = path.read_text(encoding="utf-8")
+        functions = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef)]
+        spoken: dict[str, set[str]] = {node.name: set() for node in functions if node.name.startswith("test_")}
+        for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            if token.type in (tokenize.STRING, tokenize.COMMENT):
+                inside = [f.name for f in functions if f.lineno <= token.start[0] <= (f.end_lineno or 0)]
+                for name in spoken.keys() & inside:
+                    spoken[name] |= set(re.findall(r"\w+", token.string))
+        for test, words in spoken.items():
+            for name in found.keys() & words:
+                found[name].append(f"{path.name}::{test}")
     return found
 
 

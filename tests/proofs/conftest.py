@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -32,8 +33,9 @@ Value = Any
 Environment = Mapping[str, Value]
 
 
+@functools.lru_cache(maxsize=256)
 def parse(text: str) -> Any:
-    """Nested lists of words."""
+    """Nested lists of words; not to be changed, the same text gives the same lists."""
     stack: list[list[Any]] = [[]]
     for word in re.findall(r"[()]|[^\s()]+", text):
         if word == "(":

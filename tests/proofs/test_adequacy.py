@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import ast
+import itertools
 import math
+import subprocess
+import sys
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,11 +17,21 @@ from hypothesis import strategies as st
 
 from dosa_ref import spec
 from dosa_ref.bound import build_row_bound, key_norms
-from dosa_ref.formats import decode_e4m3, nearest_float32, next_up, round_up_float32
+from dosa_ref.formats import (
+    Overflow,
+    ceil_ue8m0,
+    decode_e4m3,
+    encode_e4m3,
+    encode_e4m3_array,
+    nearest_float32,
+    next_up,
+    round_down_float32,
+    round_up_float32,
+)
 from dosa_ref.guard import GuardTerms, dot_error_exact, e4m3_float64, magnitude, sqrt_up
 from dosa_ref.scorer import fma_float32
 from dosa_ref.select import exact_topk
-from dosa_ref.tensorcore import dot_scalar
+from dosa_ref.tensorcore import dot_scalar, dots
 from proofs import encodings
 from proofs.encodings import (
     absolute,
@@ -24,6 +39,7 @@ from proofs.encodings import (
     align_product,
     cut_to_fraction_bits,
     e4m3_biased_exponent,
+    e4m3_encode,
     e4m3_float32_bits,
     e4m3_is_nan,
     e4m3_significand,
@@ -33,7 +49,9 @@ from proofs.encodings import (
     order_code,
     relu,
     round_nearest_even,
+    ue8m0_ceil,
 )
+from proofs.lemmas import indices
 from proofs.registry import get_lemma
 from proofs.terms import bits, real
 
@@ -96,6 +114,71 @@ def test_every_product_is_exact_in_float32():
     np.testing.assert_array_equal(single.astype(np.float64), exact)
 
 
+def test_every_encoded_product_is_the_instruction_s(evaluate, bits):
+    # e4m3_products_exact, on all 65,536 pairs: significands and exponents of the encodings, multiplied, against the
+    # step of the reference in which that product is alone.
+    code = encodings.Term("(_ BitVec 8)", "code")
+    terms = [e4m3_significand(code, 16).text, e4m3_biased_exponent(code, 16).text, e4m3_is_nan(code).text]
+    encoded = [[evaluate(term, {"code": bits(raw, 8)}) for term in terms] for raw in range(256)]
+    sign = np.where(np.arange(256) & 0x80, -1, 1)
+    significand = np.array([entry[0].value for entry in encoded]) * sign
+    exponent = np.array([entry[1].value for entry in encoded]) - encodings.E4M3_BIAS - encodings.E4M3_SIGNIFICAND_BITS
+    nan = np.array([entry[2] for entry in encoded])
+    products = np.ldexp(
+        np.multiply.outer(significand, significand).astype(np.float64), np.add.outer(exponent, exponent)
+    )
+    products[nan] = products[:, nan] = np.nan
+    alone = np.zeros((256, spec.STEP_TERMS), np.uint8)
+    alone[:, 5] = np.arange(256)
+    np.testing.assert_array_equal(dots(alone, alone).astype(np.float64), products)
+
+
+def test_every_code_is_encoded_back(evaluate, bits):
+    # e4m3_round_trip.
+    text = e4m3_encode(bits_term("value", 32)).text
+    for code in FINITE:
+        # Fractions have no signed zero: code 0x80 is the float -0.0.
+        value = np.float32(float(decode_e4m3(code)))
+        found = evaluate(text, {"value": bits(int(value.view(np.uint32)), 32)}).value
+        assert found == code == int(encode_e4m3_array(np.array([value])).view(np.uint8)[0])
+
+
+def test_all_ties_between_codes_and_their_neighbours(evaluate, bits):
+    # e4m3_nearest.
+    text = e4m3_encode(bits_term("value", 32)).text
+    values = [float(decode_e4m3(code)) for code in range(0x7F)]
+    ties = [(low + high) / 2 for low, high in itertools.pairwise(values)]
+    for tie in (*ties, 448.0, 464.0, 1e30):
+        for value in (np.float32(tie), np.nextafter(np.float32(tie), 0), np.nextafter(np.float32(tie), np.inf)):
+            for signed in (value, -value):
+                found = evaluate(text, {"value": bits(int(np.float32(signed).view(np.uint32)), 32)}).value
+                assert found == encode_e4m3(Fraction(float(signed)), Overflow.SATURATE)
+
+
+@settings(max_examples=300, deadline=None)
+@given(raw=FLOAT_BITS | st.integers(0x3A000000, 0x44000000))
+def test_encoding_of_any_float32(raw, evaluate, bits):
+    value = as_float32(raw)
+    assume(np.isfinite(value))
+    found = evaluate(e4m3_encode(bits_term("value", 32)).text, {"value": bits(raw, 32)}).value
+    assert found == encode_e4m3_array(np.array([value])).view(np.uint8)[0]
+
+
+@settings(max_examples=100, deadline=None)
+@given(fraction=st.integers(0, 2**23 - 1))
+@example(fraction=0)
+@example(fraction=1)
+@example(fraction=2**23 - 1)
+def test_scales_are_rounded_up_at_every_exponent(fraction, evaluate, bits):
+    # ue8m0_ceil.
+    text = ue8m0_ceil(bits_term("value", 32)).text
+    raws = [field << 23 | fraction for field in range(1, 255)]
+    raws = [raw for raw in raws if raw <= 0x7F000000]
+    values = np.array(raws, np.uint32).view(np.float32)
+    expected = ceil_ue8m0(values).tolist()
+    assert [evaluate(text, {"value": bits(raw, 32)}).value for raw in raws[::23]] == expected[::23]
+
+
 def test_largest_significand_product():
     significands = {code & 7 if code & 0x78 == 0 else 8 + (code & 7) for code in FINITE}
     assert max(significands) ** 2 == encodings.PRODUCT_MAX
@@ -106,7 +189,7 @@ def test_largest_significand_product():
 
 
 def test_all_alignments_of_a_product(evaluate, bits):
-    # 226 products times 32 shifts: the encoding is the cut of the rational, and what the lemma claims holds.
+    # step_alignment, on 226 products times 32 shifts: the encoding is the cut of the rational, and the claim holds.
     text = align_product(bits_term("product"), bits_term("shift"), F).text
     for product in range(encodings.PRODUCT_MAX + 1):
         for shift in range(32):
@@ -114,6 +197,22 @@ def test_all_alignments_of_a_product(evaluate, bits):
             exact = Fraction(product, 2**encodings.PRODUCT_FRACTION_BITS) * Fraction(2) ** (F - shift)
             assert kept == math.floor(exact)
             assert shift > F - encodings.PRODUCT_FRACTION_BITS or kept == exact
+
+
+def test_all_roundings_of_small_formats(evaluate, bits):
+    # nearest_even, directed_rounding and output_cut: every value below 2^9 at every number of bits dropped, to nearest
+    # even, towards zero, and to a leading bit.
+    nearest = round_nearest_even(bits_term("value"), bits_term("drop")).text
+    cut = cut_to_fraction_bits(bits_term("value"), bits_term("exponent"), 3).text
+    for value in range(1 << 9):
+        for drop in range(1, 9):
+            rounded = evaluate(nearest, {"value": bits(value, 64), "drop": bits(drop, 64)}).value
+            assert rounded == round(Fraction(value, 1 << drop)) << drop
+        if value:
+            leading = value.bit_length() - 1
+            kept = evaluate(cut, {"value": bits(value, 64), "exponent": bits(leading, 64)}).value
+            unit = 1 << max(leading - 3, 0)
+            assert kept == value // unit * unit
 
 
 def bits_term(name: str, width: int = 64) -> encodings.Term:
@@ -207,7 +306,7 @@ def test_the_summed_error_is_the_reference_s(codes, evaluate):
 @settings(max_examples=60, deadline=None)
 @given(q=CODES, k=CODES)
 def test_the_vote_of_an_exponent_is_covered_by_the_stored_norm(q, k):
-    # key_norms raises subnormals as exponent_vote demands: |k~|_inf <= n.
+    # exponent_vote and key_norm: key_norms raises subnormals as exponent_vote demands: |k~|_inf <= n.
     key = np.zeros((1, 128), np.uint8)
     key[0, :32] = k
     n = Fraction(float(key_norms(key, np.ones(1, np.float32))[0]))
@@ -264,6 +363,33 @@ def test_fused_multiply_add_meets_the_premises_of_rounding_error(a, b, c, evalua
     statement = get_lemma("rounding_error").formula()
     assert all(evaluate(premise.text, environment) for premise in statement.premises)
     assert evaluate(statement.claim.text, environment)
+
+
+@settings(max_examples=200, deadline=None)
+@given(a=FLOAT_BITS, b=FLOAT_BITS, c=FLOAT_BITS)
+@example(a=0x3F800000, b=0x80000000, c=0x80000000)
+@example(a=0x3F800001, b=0x3F800001, c=0xBF800002)
+@example(a=0x7F7FFFFF, b=0x40000000, c=0xFF800000)
+def test_the_judge_of_counterexamples_computes_floats_as_the_reference(a, b, c, evaluate):
+    x, y, z = (as_float32(raw) for raw in (a, b, c))
+    values = {"x": x, "y": y, "z": z}
+    with np.errstate(all="ignore"):
+        expected = {"(fp.fma RNE x y z)": fma_float32(x, y, z), "(fp.add RNE x z)": x + z, "(fp.mul RNE x y)": x * y}
+    for text, value in expected.items():
+        found = evaluate(text, values)
+        assert np.isnan(found) == np.isnan(value)
+        assert np.isnan(value) or np.float32(found).view(np.uint32) == np.float32(value).view(np.uint32)
+
+
+@settings(deadline=None)
+@given(value=st.floats(allow_nan=False, allow_infinity=False, width=64, min_value=-1e39, max_value=1e39))
+def test_the_judge_of_counterexamples_rounds_as_the_reference(value, evaluate):
+    # rounding_monotone and round_up_float32 convert from float64 in these modes.
+    exact = Fraction(value)
+    towards_zero = round_down_float32(exact) if value > 0 else round_up_float32(exact)
+    expected = {"RNE": nearest_float32(exact), "RTP": round_up_float32(exact), "RTN": round_down_float32(exact)}
+    for mode, rounded in {**expected, "RTZ": towards_zero}.items():
+        assert evaluate(f"((_ to_fp 8 24) {mode} x)", {"x": np.float64(value)}) == rounded
 
 
 @settings(deadline=None)
@@ -356,6 +482,7 @@ def test_row_magnitude_names_the_same_sums():
 @settings(deadline=None)
 @given(a=FLOAT_BITS, b=FLOAT_BITS)
 def test_order_code_sorts_as_the_value(a, b, evaluate, bits):
+    # order_code.
     text = order_code(bits_term("s", 32)).text
     for x, y in [(a, b), *((a, edge) for edge in EDGE_BITS), (0, 1 << 31)]:
         if np.isnan(as_float32(x)) or np.isnan(as_float32(y)):
@@ -369,6 +496,7 @@ def test_order_code_sorts_as_the_value(a, b, evaluate, bits):
 @given(scores=st.lists(st.sampled_from(EDGE_BITS) | FLOAT_BITS, min_size=1, max_size=12), topk=st.integers(0, 14))
 @example(scores=[1 << 31, 0, 1 << 31, 0], topk=2)
 def test_exact_topk_follows_the_encoded_order(scores, topk, evaluate, bits):
+    # tie_break_total_order.
     text = float32_before(*(bits_term(name, 32) for name in ("s", "i", "t", "j"))).text
     candidates = [i for i, raw in enumerate(scores) if not np.isnan(as_float32(raw))]
 
@@ -379,3 +507,78 @@ def test_exact_topk_follows_the_encoded_order(scores, topk, evaluate, bits):
     winners = [j for j in candidates if sum(ahead(i, j) for i in candidates) < topk]
     expected = [*winners, *[spec.PAD_INDEX] * (topk - len(winners))]
     assert exact_topk(np.array(scores, np.uint32).view(np.float32), topk).tolist() == expected
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The kernels
+
+SOURCES = Path(spec.__file__).parent.parent / "dosa_gpu"
+
+
+def assigned(file: str, name: str) -> object:
+    """The literal that a module of the kernels assigns to a name, read without importing it."""
+    for node in ast.parse((SOURCES / file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and any(getattr(target, "id", "") == name for target in node.targets):
+            return ast.literal_eval(node.value)
+    raise AttributeError(name)
+
+
+def test_index_lemmas_speak_of_the_sizes_of_the_kernels():
+    # kernel_offsets and row_products.
+    assert assigned("kernels/bound.py", "KEYS_PER_PROGRAM") <= indices.SPAN
+    assert assigned("kernels/score.py", "KEYS_PER_PROGRAM") <= indices.SPAN
+    tile = assigned("plan.py", "INTERPRETER_TILE_KEYS")
+    assert assigned("kernels/rescore.py", "TILES_PER_PROGRAM") * tile <= indices.SPAN
+    assert assigned("kernels/topk.py", "GPU_TILE") <= assigned("kernels/topk.py", "INTERPRETER_TILE") <= indices.SPAN
+    assert assigned("kernels/emit.py", "TILE") <= indices.SPAN
+    assert assigned("kernels/compact.py", "TILE_WORDS") * 32 <= indices.SPAN
+    assert assigned("plan.py", "MAX_ROWS") <= indices.BLOCK_ROWS
+    assert assigned("kernels/bound.py", "TILE_COLUMNS") <= 2 * indices.HEADS
+    assert max(*spec.SM90_NUM_HEADS, *assigned("plan.py", "SUPPORTED_COLUMNS")) <= min(indices.HEADS, spec.MAX_COLUMNS)
+
+
+def test_the_gpu_path_refuses_what_kernel_offsets_does_not_cover():
+    # kernel_offsets.
+    tree = ast.parse((SOURCES / "api.py").read_text(encoding="utf-8"))
+    (refused,) = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test).startswith("k.shape[0] >= ")
+    ]
+    assert isinstance(refused.body[0], ast.Raise)
+    assert ast.unparse(refused.test) == "k.shape[0] >= 2 ** 31 - 2 ** 17"
+    assert indices.KEYS_LIMIT == 2**31 - 2**17
+
+
+CODE_KERNEL = """
+import sys
+import numpy as np
+import torch
+from dosa_verify.targets.dosa import Device, connect
+connect(Device.CPU)
+from dosa_gpu.kernels import topk
+patterns = np.fromstring(sys.argv[1], dtype=np.int64, sep=",")
+rows = len(patterns)
+score = torch.from_numpy(patterns.astype(np.uint32).view(np.int32).copy()).view(torch.float32)
+count = torch.zeros(1, dtype=torch.int32)
+empty = (torch.zeros(1, rows, dtype=torch.int32), torch.zeros(1, rows), count.clone())
+for k in range(1, rows + 1):
+    held = tuple(part[:, :k].contiguous() if part.dim() == 2 else part for part in empty)
+    out = tuple(torch.full_like(part, -1) for part in held)
+    topk.launch_topk(*held, None, score[None].contiguous(), count, count + rows, 0, out)
+    print(*sorted(out[0][0, : int(out[2])].tolist()))
+"""
+
+
+def test_the_kernel_s_order_is_that_of_order_code(evaluate, bits):
+    # order_code, radix_select and tie_rank, in the interpreted kernel: for every K the K best of the encoded order.
+    pytest.importorskip("triton", minversion="3.9", reason="the emulator needs it")
+    patterns = [*EDGE_BITS, *EDGE_BITS, 0x7FC00000, 0xFFFFFFFF, 0x3F800001, 0xBF800000, 0xBF7FFFFF]
+    text = order_code(bits_term("s", 32)).text
+    codes = [evaluate(text, {"s": bits(raw, 32)}).value for raw in patterns]
+    order = sorted((i for i, code in enumerate(codes) if code), key=lambda i: (-codes[i], i))
+    run = [sys.executable, "-c", CODE_KERNEL, ",".join(map(str, patterns))]
+    output = subprocess.run(run, check=True, capture_output=True, text=True, cwd=SOURCES.parent).stdout.splitlines()
+    assert len(output) == len(patterns)
+    for k, line in enumerate(output, 1):
+        assert [int(word) for word in line.split()] == sorted(order[:k])
