@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
+import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from dosa_gpu.plan import DEFAULT_WORKSPACE_BYTES, DENSE_BELOW, Path, plan_prefill
 from dosa_ref.spec import (
     GPU_MAX_TOPK,
     HEAD_DIM,
     SM90_NUM_HEADS,
+    BackendUnavailable,
     Fallback,
     InvalidProblem,
     Mode,
@@ -65,9 +68,26 @@ class Selection:
     stats: SelectionStats
 
 
+NEEDS_EMULATOR = (
+    "tensors on the CPU: call dosa_verify.emulator.install() before anything imports a kernel, or move them to a GPU;"
+    " Triton's plain interpreter has other bits"
+)
+
+
 def _require(condition: bool, field: str, got: object, expected: str) -> None:
     if not condition:
         raise InvalidProblem(field, got, expected)
+
+
+_Choice = TypeVar("_Choice", bound=enum.Enum)
+
+
+def _choice(kind: type[_Choice], field: str, value: _Choice | str) -> _Choice:
+    """The member that a text or a member names."""
+    try:
+        return kind(value)
+    except ValueError:
+        raise InvalidProblem(field, repr(value), " or ".join(member.value for member in kind)) from None
 
 
 def validate(
@@ -126,8 +146,8 @@ def select_prefill(
     cu_seqlen_ke: torch.Tensor,
     topk: int,
     *,
-    path: Path = Path.AUTO,
-    mode: Mode = Mode.BOTH,
+    path: Path | str = Path.AUTO,
+    mode: Mode | str = Mode.BOTH,
     columns: int | None = None,
     workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
     survivor_capacity: int | None = None,
@@ -146,13 +166,15 @@ def select_prefill(
         weights: ``[rows, num_heads]`` float32, signed, query scale folded in.
         cu_seqlen_ks, cu_seqlen_ke: ``[rows]`` int32, each row's window ``[ks, ke)``; ``ke <= ks`` is an empty row.
         topk: keys per row, 0 to 2048.
-        path: ``AUTO`` chooses by the rows' lengths; ``DOSA`` and ``DENSE`` do what they say.
-        mode: savings of the ``DOSA`` path.
+        path: ``Path`` of ``dosa_gpu.plan`` or its text. ``auto`` chooses by the rows' lengths and by how much the first
+            rows were pruned; ``dosa`` and ``dense`` do what they say.
+        mode: ``Mode`` of ``dosa_ref.spec`` or its text: savings of the ``dosa`` path.
         columns: dot columns per row in the bound pass (8, 16 or 32), or None for the default.
         workspace_bytes: limit on the buffers of one block of rows.
         survivor_capacity: entries of a row's survivor buffer per key chunk; a row that needs more is rescanned, never
             cut.
-        hint_indices: key columns likely to win (such as the winners of the preceding query), for the first rows' seeds.
+        hint_indices: key columns likely to win (such as the winners of the preceding query), int32 or int64 of any
+            shape, for the first rows' seeds; columns outside a row's window are passed over.
         on_progress: called with (rows done, rows) after each block.
 
     Returns:
@@ -163,10 +185,12 @@ def select_prefill(
         UnsupportedConfiguration: ``topk`` above 2048, more than 64 heads, or compiled code other than the proved
             instructions.
         UnprovedBound: the pruned path was asked for, and a lemma is not proved for this code or this device.
+        BackendUnavailable: the tensors lie on the CPU and the emulator is not installed in this process.
 
     Exactness: model of hardware, contract ``sm90``; every index and score bit. On a device that no contract describes
         only ``DENSE`` runs, and ``stats.contract`` says ``unverified``.
-    Special values: a NaN score is never selected; -0.0 ties with +0.0; -Inf is selectable; see DOSA section 4.
+    Special values: a NaN score is never selected; -0.0 ties with +0.0; -Inf is selectable. A NaN in a key counts 0 in
+        each head, a NaN weight makes its row empty. Empty windows, and the places behind the last key, give -1, -Inf.
     """
     import torch
 
@@ -180,8 +204,10 @@ def select_prefill(
         )
     if k.shape[0] >= 2**31 - 2**17:
         raise UnsupportedConfiguration(f"k: {k.shape[0]} keys, key columns are int32")
+    path, mode = _choice(Path, "path", path), _choice(Mode, "mode", mode)
     hints = None
     if hint_indices is not None:
+        _require(isinstance(hint_indices, torch.Tensor), "hint_indices", type(hint_indices).__name__, "a torch tensor")
         _require(hint_indices.dtype in (torch.int32, torch.int64), "hint_indices", hint_indices.dtype, "int32 or int64")
         # Each key once, in the order given: seeds must be distinct.
         hints = torch.tensor(list(dict.fromkeys(hint_indices.flatten().tolist())), dtype=torch.int64, device=q.device)
@@ -200,19 +226,21 @@ def select_prefill(
         workspace_bytes=workspace_bytes,
         survivor_capacity=survivor_capacity,
     )
+    if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise BackendUnavailable(NEEDS_EMULATOR)
     # Imported here: the kernels bind to the compiler or to the interpreter when they are imported.
     from dosa_gpu import gate, pipeline
     from dosa_gpu.workspace import Workspace
 
+    faults = gate.device_faults(q.device)
+    if faults and q.device.type == "cpu":
+        raise BackendUnavailable(f"{NEEDS_EMULATOR} ({faults[0]})")
     if taken is Path.DOSA:
         gate.require_proved()
         gate.require_contract(q.device)
-    faults = gate.device_faults(q.device)
-    if faults and q.device.type == "cpu":
-        raise UnsupportedConfiguration(f"on the CPU the kernels need the emulator of dosa_verify: {faults[0]}")
     workspace = Workspace(q.device, workspace_bytes)
     index = torch.full((rows, topk), -1, dtype=torch.int32, device=q.device)
-    scores = torch.full((rows, topk), -torch.inf, device=q.device)
+    scores = torch.full((rows, topk), -torch.inf, dtype=torch.float32, device=q.device)
     survivors, rescored = visible.cpu(), visible.cpu()
     row_pruned = torch.zeros(rows, dtype=torch.bool)
     fallback: dict[Fallback, list[int]] = {}
@@ -227,8 +255,9 @@ def select_prefill(
         batch = pipeline.Rows(
             q=q8.contiguous().view(torch.float8_e4m3fn),
             weights=w.contiguous(),
-            ks=cu_seqlen_ks.contiguous(),
-            ke=torch.maximum(cu_seqlen_ke, cu_seqlen_ks).contiguous(),
+            # An empty row may start anywhere, also behind the last key: no kernel must look there.
+            ks=torch.where(visible > 0, cu_seqlen_ks, 0).contiguous(),
+            ke=torch.where(visible > 0, cu_seqlen_ke, 0).contiguous(),
         )
         keys = pipeline.key_side(k.view(torch.uint8).contiguous().view(torch.float8_e4m3fn), k_scale.contiguous())
         index, scores, report = pipeline.run(

@@ -13,7 +13,7 @@ import json
 import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dosa_ref import spec
 from dosa_ref.spec import UnprovedBound
@@ -63,24 +63,46 @@ def check_ledger(folder: Path, lemmas: Iterable[str], constants: Mapping[str, st
     """
     try:
         ledger = json.loads((folder / "ledger.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UnprovedBound("(all)", f"the ledger cannot be read: {error}") from error
     if not isinstance(ledger, dict) or ledger.get("schema") != LEDGER_SCHEMA:
         raise UnprovedBound("(all)", f"the ledger does not have the schema {LEDGER_SCHEMA}")
+    entries = ledger.get("lemmas")
+    if not isinstance(entries, dict):
+        raise UnprovedBound("(all)", "the ledger has no table of lemmas")
+    spoken_of: set[str] = set()
     for lemma in lemmas:
-        entry = ledger["lemmas"].get(lemma)
-        if entry is None:
+        if lemma not in entries:
             raise UnprovedBound(lemma, "not in the ledger")
-        if entry["result"] != "proved":
-            raise UnprovedBound(lemma, f"the ledger says {entry['result']}, not proved")
-        for part in ("source", "smt2"):
-            file = folder / entry[part]["path"]
-            digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
-            if digest != entry[part]["sha256"]:
-                raise UnprovedBound(lemma, f"{entry[part]['path']} was edited (or is missing) since it was proved")
-        for name, proved in entry["constants"].items():
-            if constants.get(name) != proved:
-                raise UnprovedBound(lemma, f"proved for {name} = {proved}, the kernels use {constants.get(name)}")
+        try:
+            spoken_of |= _check_entry(folder, lemma, entries[lemma], constants)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise UnprovedBound(lemma, f"its entry in the ledger is malformed: {error!r}") from error
+    unproved = sorted(set(constants) - spoken_of)
+    if unproved:
+        raise UnprovedBound("(all)", f"no lemma of the ledger speaks of the constant {unproved[0]}")
+
+
+def _check_entry(folder: Path, lemma: str, entry: dict[str, Any], constants: Mapping[str, str]) -> set[str]:
+    """Judge one lemma's entry; returns the constants that it was proved for."""
+    if entry["result"] != "proved":
+        raise UnprovedBound(lemma, f"the ledger says {entry['result']}, not proved")
+    verdicts = {solver["name"]: solver["result"] for solver in entry["solvers"]}
+    if set(verdicts.values()) != {"proved"}:
+        raise UnprovedBound(lemma, f"its solvers do not agree that it is proved: {verdicts}")
+    if not entry["mutants"] or any(mutant["status"] != "refuted" for mutant in entry["mutants"]):
+        raise UnprovedBound(lemma, "it has no mutants, or one that was not refuted: the statement may be empty")
+    if entry["smt2"]["path"] != f"smt2/{lemma}.smt2":
+        raise UnprovedBound(lemma, f"its script is {entry['smt2']['path']}, another lemma's")
+    for part in ("source", "smt2"):
+        file = folder / entry[part]["path"]
+        digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+        if digest != entry[part]["sha256"]:
+            raise UnprovedBound(lemma, f"{entry[part]['path']} was edited (or is missing) since it was proved")
+    for name, proved in entry["constants"].items():
+        if constants.get(name) != proved:
+            raise UnprovedBound(lemma, f"proved for {name} = {proved}, the kernels use {constants.get(name)}")
+    return set(entry["constants"])
 
 
 @functools.lru_cache(maxsize=1)
@@ -92,7 +114,9 @@ def require_proved() -> None:
     """
     from dosa_gpu.kernels.bound import LEMMAS
 
-    check_ledger(ledger_folder(), LEMMAS, spec.GUARD_CONSTANTS)
+    # The values in use, not the table that was written when the module was loaded.
+    in_use = {name: str(getattr(spec, name)) for name in spec.GUARD_CONSTANTS}
+    check_ledger(ledger_folder(), LEMMAS, in_use)
 
 
 def witness_faults(device: torch.device) -> list[str]:
@@ -107,15 +131,15 @@ def witness_faults(device: torch.device) -> list[str]:
 
     # Head 0 carries the query with weight 1 and scale 1, so that the score is the dot itself.
     count = len(WITNESSES)
-    heads = torch.zeros(count, 32, 128)
-    heads[:, 0] = torch.tensor([query for query, _, _ in WITNESSES])
-    weights = torch.zeros(count, 32, device=device)
+    heads = torch.zeros(count, 32, 128, dtype=torch.float32)
+    heads[:, 0] = torch.tensor([query for query, _, _ in WITNESSES], dtype=torch.float32)
+    weights = torch.zeros(count, 32, dtype=torch.float32, device=device)
     weights[:, 0] = 1.0
     q = heads.to(torch.float8_e4m3fn).to(device)
-    k = torch.tensor([key for _, key, _ in WITNESSES]).to(torch.float8_e4m3fn).to(device)
+    k = torch.tensor([key for _, key, _ in WITNESSES], dtype=torch.float32).to(torch.float8_e4m3fn).to(device)
     ks = torch.zeros(count, dtype=torch.int32, device=device)
-    logits = torch.full((count, 64), float("nan"), device=device)
-    ones = torch.ones(count, device=device)
+    logits = torch.full((count, 64), float("nan"), dtype=torch.float32, device=device)
+    ones = torch.ones(count, dtype=torch.float32, device=device)
     launch_score(q, k, ones, weights, ks, ks + count, ones, logits, 0, count)
     faults = []
     for row, (_, _, expected) in enumerate(WITNESSES):

@@ -1,7 +1,7 @@
 """What the compiler made of a scoring kernel: FP8 tensor-core chains only, or no result.
 
-A Triton dot whose tile does not fit wgmma silently becomes f16 ``mma.sync`` with other bits (NUMERICS of this project:
-98 % of the results differ). Every scoring kernel is therefore checked after compilation: the PTX at run time, the
+A Triton dot whose tile does not fit wgmma silently becomes f16 ``mma.sync`` with other bits (docs/arithmetic.md
+counts them). Every scoring kernel is therefore checked after compilation: the PTX at run time, the
 machine code (SASS) in the ahead-of-time test.
 """
 

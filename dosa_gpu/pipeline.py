@@ -233,7 +233,7 @@ def pruned_rows(
     failed = {Fallback.TOO_FEW_SEEDS: too_few}
     if pruning:
         # Activity of the heads on the best seeds; a dot in plain float32 is good enough for a choice.
-        places = torch.linspace(0, topk - 1, min(ACTIVITY_SAMPLE, topk), device=device).long()
+        places = torch.linspace(0, topk - 1, min(ACTIVITY_SAMPLE, topk), dtype=torch.float64, device=device).long()
         sample = torch.where(too_few[:, None], 0, best.now[0][:, places]).long()
         sampled_keys = keys.k.view(torch.uint8)[sample].view(torch.float8_e4m3fn).to(torch.float32)
         dots = torch.bmm(rows.q.to(torch.float32), sampled_keys.transpose(1, 2))
@@ -254,7 +254,7 @@ def pruned_rows(
     chunk = plan.key_chunk
     if hints is None:
         chunk = min(chunk, max(MIN_KEY_CHUNK, -(-(high - low) // FIRST_CHUNKS // 64) * 64))
-    words = workspace.take((count_rows, chunk // 32), torch.int32)
+    words = workspace.take((count_rows, -(-chunk // 32)), torch.int32)
     index = workspace.take((count_rows, plan.capacity), torch.int32)
     score = workspace.take((count_rows, plan.capacity), torch.float32)
     count = workspace.take((count_rows,), torch.int32)
@@ -349,7 +349,7 @@ def run(
     total = len(rows)
     device = rows.q.device
     out_index = torch.full((total, topk), PAD_INDEX, dtype=torch.int32, device=device)
-    out_score = torch.full((total, topk), -torch.inf, device=device)
+    out_score = torch.full((total, topk), -torch.inf, dtype=torch.float32, device=device)
     visible = (rows.ke - rows.ks).clamp(min=0)
     report = RowReport(
         pruned=torch.zeros(total, dtype=torch.bool),

@@ -90,15 +90,17 @@ def bytes_per_row(
     """Upper limit of the buffers that one row needs; ``mode`` None is the dense path."""
     running = 2 * (8 * topk + 4)
     inputs = num_heads * (128 + 4) + 64
+    dense = running + inputs + 4 * key_chunk
     if mode is None or mode is Mode.BASE:
-        return running + inputs + 4 * key_chunk
+        return dense
     # Survivors and emitted keys with scores; the seed list with the int64 temporaries of its sort.
     lists = capacity * (8 + 8) + seed_budget * 72
     bits = key_chunk // 8
     # Query preparation in float64: heads, residuals, prefixes, weighted residuals, their Gram matrix, the projection.
     preparation = 8 * (6 * num_heads * 128 + 3 * num_heads * num_heads + 6 * num_heads * columns + 4 * columns * 128)
     sample = 4 * 64 * (128 + num_heads)
-    return running + inputs + lists + bits + preparation + sample
+    # Rows that the bound cannot serve are scored densely afterwards, in the same space.
+    return max(dense, running + inputs + lists + bits + preparation + sample)
 
 
 def plan_prefill(
@@ -126,12 +128,13 @@ def plan_prefill(
         InvalidProblem: a size that is not positive.
         UnsupportedConfiguration: columns that the kernel has no tile for, or a workspace too small for one row.
     """
-    if workspace_bytes <= 0:
-        raise InvalidProblem("workspace_bytes", workspace_bytes, "a positive number of bytes")
-    if survivor_capacity is not None and survivor_capacity <= 0:
-        raise InvalidProblem("survivor_capacity", survivor_capacity, "a positive number of entries")
     if columns is None:
         columns = DEFAULT_COLUMNS[num_heads]
+    sizes = {"workspace_bytes": workspace_bytes, "columns": columns, "survivor_capacity": survivor_capacity}
+    for field, value in sizes.items():
+        is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if not is_size and not (field == "survivor_capacity" and value is None):
+            raise InvalidProblem(field, repr(value), "a positive int")
     if columns not in SUPPORTED_COLUMNS:
         raise UnsupportedConfiguration(f"columns: got {columns}, the bound kernel has tiles for {SUPPORTED_COLUMNS}")
     seed_budget = min(max(num_keys // 16, topk + topk // 2 + 1), 6 * topk)
@@ -159,7 +162,7 @@ def plan_prefill(
             raise UnsupportedConfiguration(
                 f"workspace_bytes: got {workspace_bytes}, this problem needs at least {need}"
             )
-        key_chunk = max(MIN_KEY_CHUNK, key_chunk // 2)
+        key_chunk = max(MIN_KEY_CHUNK, -(-key_chunk // 128) * 64)
     return PrefillPlan(
         columns=columns,
         max_rows=int(min(rows, MAX_ROWS)),

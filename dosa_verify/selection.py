@@ -207,6 +207,9 @@ def check_result(trace: Path, result: Path, *, on_progress: Callable[[int, int],
     started = time.monotonic()
     saved = load_result(result)
     count, topk = saved.topk_indices.shape
+    claimed = saved.header.get("topk", str(topk))
+    if claimed != str(topk):
+        raise InvalidProblem("topk_indices", f"{topk} columns", f"{claimed}, the topk of the result's header")
     problem = load_trace(trace, topk).problem
     recorded = saved.header.get("trace_sha256")
     if recorded is not None and recorded != _sha256(trace):

@@ -47,7 +47,8 @@ def _score_kernel(
     depth = tl.arange(0, 128)
     q = tl.load(q_ptr + columns.to(tl.int64)[:, None] * 128 + depth[None, :])
     weight = tl.load(weights_ptr + columns)
-    tau = tl.load(tau_ptr + safe_rows)
+    if BITS:
+        tau = tl.load(tau_ptr + safe_rows)
     # Tiles start at multiples of KEYS from chunk_start, so that every 32-bit word belongs to one tile.
     start = chunk_start + tl.program_id(1) * PER_PROGRAM
     end = tl.minimum(start + PER_PROGRAM, chunk_end)

@@ -140,3 +140,20 @@ def test_the_plain_interpreter_does_not_pass_the_gate():
         "print(gate.witness_faults(torch.device('cpu')))"
     )
     assert "constructed dot 0: computed 131320.0, the contract sm90 says 131312.0" in done.stdout, done.stderr
+
+
+CALL = (
+    "import torch\nfrom dosa_gpu.api import select_prefill\nf8 = torch.float8_e4m3fn\n"
+    "ks = torch.zeros(1, dtype=torch.int32)\n"
+    "q, k = torch.ones(1, 32, 128).to(f8), torch.ones(9, 128).to(f8)\n"
+    "select_prefill(q, k, torch.ones(9), torch.ones(1, 32), ks, ks + 9, 3)"
+)
+
+
+@pytest.mark.parametrize(
+    "start", ["", "import os; os.environ['TRITON_INTERPRET'] = '1'\n"], ids=["plain", "interpreter"]
+)
+def test_a_cpu_call_without_the_emulator_says_what_to_call(start):
+    assert "BackendUnavailable: tensors on the CPU: call dosa_verify.emulator.install()" in run(start + CALL).stderr
+    done = run("from dosa_verify import emulator\nemulator.install()\n" + CALL)
+    assert done.returncode == 0, done.stderr

@@ -11,7 +11,7 @@ from dosa_gpu import api, gate
 from dosa_gpu.kernels import bound
 from dosa_gpu.plan import Path
 from dosa_ref import spec
-from dosa_ref.spec import UnprovedBound, UnsupportedConfiguration
+from dosa_ref.spec import BackendUnavailable, UnprovedBound
 
 
 @pytest.fixture
@@ -75,7 +75,40 @@ def test_a_missing_lemma_file_or_entry_is_refused(copy):
         check(copy)
 
 
-@pytest.mark.parametrize("text", ["", "[]", '{"schema": "other/1"}'])
+DAMAGE = {
+    "no table": list,
+    "entry is a list": lambda lemmas: {**lemmas, "dot_error": []},
+    "entry without constants": lambda lemmas: without(lemmas, "constants"),
+    "constants emptied": lambda lemmas: {name: {**entry, "constants": {}} for name, entry in lemmas.items()},
+    "no solver": lambda lemmas: changed(lemmas, solvers=[]),
+    "a solver disagrees": lambda lemmas: changed(lemmas, solvers=[{"name": "z3", "result": "proved"}, REFUTES]),
+    "no mutant": lambda lemmas: changed(lemmas, mutants=[]),
+    "a mutant that was proved": lambda lemmas: changed(lemmas, mutants=[{"id": "m", "status": "proved"}]),
+    "another lemma's script": lambda lemmas: changed(lemmas, smt2=lemmas["aggregation"]["smt2"]),
+}
+REFUTES = {"name": "cvc5", "result": "refuted"}
+
+
+def changed(lemmas, **fields):
+    return {**lemmas, "dot_error": {**lemmas["dot_error"], **fields}}
+
+
+def without(lemmas, field):
+    entry = {name: value for name, value in lemmas["dot_error"].items() if name != field}
+    return {**lemmas, "dot_error": entry}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_weakened_or_malformed_ledger_is_refused(copy, damage):
+    def weaken(ledger):
+        ledger["lemmas"] = DAMAGE[damage](ledger["lemmas"])
+
+    edit_ledger(copy, weaken)
+    with pytest.raises(UnprovedBound):
+        check(copy)
+
+
+@pytest.mark.parametrize("text", ["", "[" * 100_000, "[]", '{"schema": "other/1"}'])
 def test_a_broken_or_foreign_ledger_is_refused(copy, text):
     (copy / "ledger.json").write_text(text, encoding="utf-8")
     with pytest.raises(UnprovedBound, match="ledger"):
@@ -99,7 +132,7 @@ class TestPath:
         gate.require_proved.cache_clear()
 
     def test_a_changed_constant_stops_the_pruned_path_only(self, device, monkeypatch):
-        monkeypatch.setitem(spec.GUARD_CONSTANTS, "BOUND_CHAIN_ULPS", "8")
+        monkeypatch.setattr(spec, "BOUND_CHAIN_ULPS", 8)
         with pytest.raises(UnprovedBound, match="BOUND_CHAIN_ULPS = 80, the kernels use 8"):
             api.select_prefill(*small_problem(device), 3, path=Path.DOSA)
         dense = api.select_prefill(*small_problem(device), 3, path=Path.DENSE)
@@ -110,9 +143,9 @@ class TestPath:
         monkeypatch.setattr(gate, "WITNESSES", wrong)
         gate._cuda_faults.cache_clear()
         with pytest.raises(UnprovedBound, match=r"constructed dot 2: computed 65536\.0"):
-            api.select_prefill(*small_problem(device), 3, path=Path.DOSA)
+            gate.require_contract(torch.device(device))
         if device == "cpu":
-            with pytest.raises(UnsupportedConfiguration, match="need the emulator"):
+            with pytest.raises(BackendUnavailable, match=r"emulator\.install.*constructed dot 2"):
                 api.select_prefill(*small_problem(device), 3, path=Path.DENSE)
         else:
             assert api.select_prefill(*small_problem(device), 3, path=Path.DENSE).stats.contract == "unverified"

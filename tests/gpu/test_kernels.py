@@ -118,6 +118,19 @@ class TestCompact:
             np.testing.assert_array_equal(index[row].cpu().numpy()[: len(want)], want[:capacity])
             assert (index[row, len(want) :] == CANARY).all()
 
+    @pytest.mark.parametrize("end", range(1, 70))
+    def test_the_last_key_of_a_window_counts_wherever_it_lies(self, device, end):
+        words = torch.full((1, 4), -1, dtype=torch.int32, device=device)
+        words[0, -(-end // 32) :] = CANARY
+        index = torch.full((1, 80), CANARY, dtype=torch.int32, device=device)
+        count = torch.full((1,), CANARY, dtype=torch.int32, device=device)
+        window = torch.tensor([[0], [end]], dtype=torch.int32, device=device)
+        # Bits behind the window are 0, as the bound pass writes them.
+        words[0, (end - 1) // 32] = (1 << ((end - 1) % 32 + 1)) - 1 if end % 32 else -1
+        compact.launch_compact(words, window[0], window[1], index, count, 0, 100)
+        assert count.item() == end
+        assert index[0, :end].tolist() == list(range(end))
+
 
 class TestEmit:
     def test_keeps_scores_that_reach_tau_in_order(self, random, device):

@@ -116,6 +116,55 @@ class TestAllPaths:
         assert_equals_reference(selection, problem)
 
 
+class TestPlan:
+    @pytest.mark.parametrize("num_keys", [16448, 64064, 131071, 500])
+    @pytest.mark.parametrize("workspace_bytes", [9458176, 12 * 2**20, 64 * 2**20])
+    def test_chunks_are_whole_tiles_and_rows_fit_either_way(self, num_keys, workspace_bytes):
+        sizes = plan.plan_prefill(
+            num_heads=32, num_keys=num_keys, topk=4, mode=Mode.BOTH, columns=8,
+            workspace_bytes=workspace_bytes, survivor_capacity=1,
+        )  # fmt: skip
+        assert sizes.key_chunk % 64 == 0
+        dense = 4 * sizes.key_chunk + 2 * (8 * 4 + 4) + 32 * 132
+        assert sizes.max_rows * dense <= workspace_bytes
+
+    def test_rows_that_fall_back_keep_within_the_workspace(self, device):
+        problem = build(dataclasses.replace(LEARNED, rows=60, keys=9000, topk=1))
+        problem = dataclasses.replace(problem, weights=np.full_like(problem.weights, np.nan))
+        hints = torch.arange(8, dtype=torch.int32, device=device)
+        limit = 11 * 2**20
+        selection = run(problem, device, workspace_bytes=limit, survivor_capacity=1, columns=8, hint_indices=hints)
+        assert selection.stats.workspace_bytes <= limit
+        assert (selection.topk_indices == -1).all()
+
+
+class TestOddButValid:
+    def test_an_empty_row_may_start_behind_the_last_key(self, device):
+        problem = build(dataclasses.replace(LEARNED, rows=3, keys=300))
+        ks, ke = problem.cu_seqlen_ks.copy(), problem.cu_seqlen_ke.copy()
+        ks[1], ke[1] = 2**31 - 1, 0
+        problem = dataclasses.replace(problem, cu_seqlen_ks=ks, cu_seqlen_ke=ke)
+        for path, mode in PATHS:
+            assert_equals_reference(run(problem, device, path, mode), problem)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+    def test_torchs_default_dtype_does_not_matter(self, dtype, device):
+        problem = build(dataclasses.replace(LEARNED, rows=2, keys=900, topk=515))
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(dtype)
+        try:
+            for path, mode in PATHS:
+                selection = run(problem, device, path, mode)
+                assert selection.scores.dtype == torch.float32
+                assert_equals_reference(selection, problem)
+        finally:
+            torch.set_default_dtype(before)
+
+    def test_more_rows_than_keys(self, device):
+        problem = build(dataclasses.replace(LEARNED, rows=70, keys=40, topk=6))
+        assert_equals_reference(run(problem, device), problem)
+
+
 class TestStats:
     def test_short_rows_are_scored_densely_and_say_so(self, device):
         problem = build(dataclasses.replace(LEARNED, windows=Windows.SHORT, rows=6, keys=400))
@@ -195,6 +244,16 @@ class TestFaultsInside:
 
 
 class TestChoices:
+    def test_texts_are_as_good_as_members(self, device):
+        problem = build(LEARNED)
+        stats = run(problem, device, "dosa", "prune").stats
+        assert (stats.path, stats.mode, all(stats.row_pruned)) == ("dosa", "prune", True)
+
+    def test_odd_hints_change_nothing(self, device):
+        problem = build(LEARNED).rows(0, 9)
+        odd = torch.tensor([[5, 5, -7], [2**40, 1499, 1499]], device=device)
+        assert_equals_reference(run(problem, device, hint_indices=odd), problem)
+
     def test_automatic_path(self, device):
         long_rows = build(LEARNED)
         assert run(long_rows, device, Path.AUTO).stats.path == "dosa"
@@ -298,14 +357,20 @@ class TestBadInput:
             ({"workspace_bytes": 0}, InvalidProblem, "workspace_bytes"),
             ({"workspace_bytes": 4096}, UnsupportedConfiguration, "needs at least"),
             ({"survivor_capacity": 0}, InvalidProblem, "survivor_capacity"),
+            ({"survivor_capacity": True}, InvalidProblem, "survivor_capacity: got True"),
+            ({"columns": 16.0}, InvalidProblem, "columns: got 16.0"),
+            ({"workspace_bytes": "2G"}, InvalidProblem, "workspace_bytes: got '2G'"),
             ({"hint_indices": torch.ones(3)}, InvalidProblem, "hint_indices"),
+            ({"hint_indices": [1, 2]}, InvalidProblem, "hint_indices: got list, expected a torch tensor"),
+            ({"mode": "junk"}, InvalidProblem, "mode: got 'junk', expected base or prune or emit or both"),
+            ({"path": "fast"}, InvalidProblem, "path: got 'fast'"),
         ],
     )
     def test_options(self, options, error, words, device):
         problem = build(dataclasses.replace(LEARNED, rows=2, keys=100))
         topk = options.pop("topk", 5) if "topk" in options else 5
         with pytest.raises(error, match=words):
-            api.select_prefill(*tensors(problem, device), topk, path=Path.DOSA, **options)
+            api.select_prefill(*tensors(problem, device), topk, **{"path": Path.DOSA, **options})
 
     def test_too_many_heads(self, device):
         problem = build(dataclasses.replace(LEARNED, rows=1, keys=50))
