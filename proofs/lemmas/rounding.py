@@ -96,14 +96,15 @@ def _rounding_monotone(_: Constants, *, strict: bool = False) -> Statement:
 
 
 def _directed_rounding(_: Constants, *, spare: int = 0) -> Statement:
-    # value: an exact magnitude, drop: the bits cut off. Cut towards zero, and away from zero where bits are lost.
-    value, drop = bits("value", 64), bits("drop", 64)
+    # value: an exact magnitude, as of a float32 product; drop: the bits cut off. Cut towards zero, and stepped up where
+    # bits are lost.
+    value, drop = bits("value", 48), bits("drop", 48)
     one = number(1, value.sort)
     cut = (value >> drop) << drop
     up = choose(equal(cut, value), cut, cut + (one << drop))
     return Statement(
         logic="QF_BV",
-        premises=(drop <= 38, value < one << 62),
+        premises=(drop <= 24, value < one << 47),
         claim=every(
             cut <= value,
             value <= up,

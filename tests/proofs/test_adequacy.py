@@ -383,6 +383,9 @@ def test_the_judge_of_counterexamples_computes_floats_as_the_reference(a, b, c, 
 
 @settings(deadline=None)
 @given(value=st.floats(allow_nan=False, allow_infinity=False, width=64, min_value=-1e39, max_value=1e39))
+@example(value=1 + 2.0**-24)
+@example(value=-1 - 3 * 2.0**-24)
+@example(value=2.0**-150)
 def test_the_judge_of_counterexamples_rounds_as_the_reference(value, evaluate):
     # rounding_monotone and round_up_float32 convert from float64 in these modes.
     exact = Fraction(value)

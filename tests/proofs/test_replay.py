@@ -90,6 +90,11 @@ def test_rounding_to_nearest_can_fall_below():
     model = counterexample("round_up_float32", "nearest")
     value = float(np.uint64(integer(model["x"])).view(np.float64))
     assert float(np.float32(value)) < value <= float(round_up_float32(Fraction(value)))
+    assert (
+        round_up_float32(1 + Fraction(1, 2**40))
+        == np.nextafter(np.float32(1), np.float32(2))
+        > np.float32(1 + 2.0**-40)
+    )
 
 
 def test_sixteen_units_are_too_many_for_the_outward_factor():

@@ -42,7 +42,6 @@ ABSORPTION = [
     ("output_cut", "exact_15_bits"),
     ("output_cut", "half_loss"),
     ("directed_rounding", "half_unit"),
-    ("nearest_even", "half_unit"),
     ("outward_rounding", "units_16"),
     ("kernel_offsets", "all_int32"),
     ("survivor_bits", "long_word"),
