@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from dosa_ref.spec import GPU_MAX_TOPK, PAD_INDEX, BackendUnavailable, InvalidProblem
 from dosa_ref.trace import LogitsProblem
-from dosa_verify.fuzz.logits import lift
+from dosa_verify.fuzz.logits import PAD, POISON_SCORE, lift
 from dosa_verify.targets.base import RunOptions
 from dosa_verify.targets.dosa import DENSE, MODES, Device, KernelTarget, connect
 
@@ -167,8 +167,11 @@ class TopKKernelTarget:
         place = self.device.value
         if rows == 0:
             return np.empty((0, topk), np.int32)
-        strided = not problem.logits.flags.c_contiguous
-        logits = to_torch(problem.logits, self.device, strided=strided)
+        # Between rows lies a score that would win; a NaN there would be dropped and hide a read.
+        gap = 0 if problem.logits.flags.c_contiguous else PAD
+        pitched = torch.full((rows, problem.logits.shape[1] + gap), float(POISON_SCORE), device=place)
+        logits = pitched[:, : problem.logits.shape[1]]
+        logits.copy_(to_torch(problem.logits, self.device))
         start = to_torch(problem.row_start, self.device)
         end = to_torch(np.maximum(problem.row_end, problem.row_start), self.device)
         sizes = (rows * topk, rows * topk, rows)
