@@ -13,7 +13,7 @@ ARGS ?=
 VENV := .venv
 STAMP := $(VENV)/.stamp
 
-.PHONY: verify test lint setup clean
+.PHONY: verify test lint setup clean ask-again
 
 verify: $(STAMP)
 	$(VENV)/bin/dosa verify $(ARGS)
@@ -27,6 +27,11 @@ lint: $(STAMP)
 	$(VENV)/bin/lint-imports
 
 setup: $(STAMP)
+
+# Naming a Python or an index asks for set-up again; that does nothing if it is the one that is there.
+ifneq ($(filter command,$(firstword $(origin PYTHON)) $(firstword $(origin TORCH_INDEX))),)
+$(STAMP): ask-again
+endif
 
 $(STAMP): constraints.txt pyproject.toml tools/bootstrap.py
 	@test -n "$(PYTHON)" || { echo "no Python >= 3.11 found; name one: make $(MAKECMDGOALS) PYTHON=..." >&2; exit 2; }

@@ -242,8 +242,9 @@ def save_result(
 
 def _header_topk(header: Mapping[str, str]) -> int:
     text = header.get("topk")
-    if text is None or not text.isascii() or not text.isdigit():
-        raise InvalidProblem("topk", repr(text), "a non-negative integer in the header (or an explicit topk)")
+    # Nine digits hold every key count; longer ones are no number that anybody meant.
+    if text is None or not text.isascii() or not text.isdigit() or len(text) > 9:
+        raise InvalidProblem("topk", repr(text)[:40], "a non-negative integer in the header (or an explicit topk)")
     return int(text)
 
 
@@ -272,7 +273,12 @@ def _read(
         found = tensors[name]
         if found["dtype"] != dtype:
             raise InvalidProblem(name, found["dtype"], dtype)
-        arrays[name] = np.frombuffer(found["data"], _DTYPES[dtype]).reshape(found["shape"])
+        try:
+            arrays[name] = np.frombuffer(found["data"], _DTYPES[dtype]).reshape(found["shape"])
+        except ValueError as error:
+            raise InvalidProblem(
+                name, f"shape {str(found['shape'])[:80]}: {error}", "a shape that NumPy holds"
+            ) from error
     return arrays, header
 
 
@@ -287,6 +293,8 @@ def _with_sorted_header(data: bytes) -> bytes:
 def _write(path: str | os.PathLike[str], tensors: Mapping[str, npt.NDArray[Any]], header: Mapping[str, str]) -> None:
     """Write a file under a temporary name beside ``path`` and rename it."""
     target = Path(path)
+    if target.exists() and not target.is_file():
+        raise InvalidProblem("file", f"{path}, which is no regular file", "a path that may be replaced")
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
     data = _with_sorted_header(safetensors.numpy.save(contiguous, dict(header)))
     temporary = None

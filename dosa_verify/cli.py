@@ -1,10 +1,11 @@
 """The command ``dosa``.
 
 Exit codes: 0 exact or proved; 1 a counterexample, printed with a command that reproduces it; 2 wrong usage or bad
-input; 3 undecided, unproved, or a backend is not available. Results go to stdout, progress and messages to stderr.
+input; 3 undecided, unproved, or a backend is not available; 70 a fault of this tool. Results go to stdout, progress and
+messages to stderr.
 
 Heavy libraries are imported by the command that needs them: ``env``, ``check`` and ``select`` work without solvers,
-``check`` and ``audit`` without torch. Without installation: ``python -m dosa_verify.cli`` in a checkout.
+``check`` and ``audit`` without torch. Without installation: ``python -m dosa_verify`` in a checkout.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import contextlib
 import enum
 import importlib.util
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +32,7 @@ from dosa_ref.spec import (
     SolverUnknown,
     UnprovedBound,
 )
+from dosa_verify.environment import invocation
 from dosa_verify.targets.dosa import TARGET_NAMES, Device, KernelTarget, connect, cuda_is_available
 
 
@@ -40,6 +43,8 @@ class Exit(enum.IntEnum):
     COUNTEREXAMPLE = 1
     USAGE = 2
     UNDECIDED = 3
+    INTERNAL = 70
+    """A fault of this tool, with a traceback; says nothing about what was checked."""
 
 
 app = typer.Typer(
@@ -66,7 +71,11 @@ def prove(
         Path | None, typer.Option(file_okay=False, help="Also write each lemma's SMT-LIB script to this folder.")
     ] = None,
     solver: Annotated[
-        str | None, typer.Option(help="z3: no confirmation. cvc5, bitwuzla: each lemma must be confirmed by it.")
+        str | None,
+        typer.Option(
+            help="z3: no confirmation. cvc5, bitwuzla: each lemma must be confirmed by it too (bitwuzla cannot read "
+            "the lemmas over real numbers). Default: every solver that is installed."
+        ),
     ] = None,
 ) -> None:
     """Prove the lemmas that pruning rests on, and refute their mutants.
@@ -75,6 +84,8 @@ def prove(
     """
     from dosa_verify import proving, terminal
 
+    if export is not None:
+        export.mkdir(parents=True, exist_ok=True)
     with terminal.progress("proving") as on_progress:
         report = proving.run(lemmas or (), solver=solver, on_progress=on_progress)
     if export is not None:
@@ -155,7 +166,9 @@ class ScorerPeer(enum.Enum):
 
 @audit_app.command()
 def scorer(
-    peer: Annotated[ScorerPeer, typer.Option(help="deep_gemm adds DeepGEMM (prefill and paged) to our kernels.")],
+    peer: Annotated[
+        ScorerPeer, typer.Option(help="deep_gemm adds DeepGEMM (prefill and paged) to our kernels.")
+    ] = ScorerPeer.OURS,
     device: Annotated[
         Device | None, typer.Option("--device", help="Default: cpu for ours, cuda for deep_gemm.")
     ] = None,
@@ -249,7 +262,7 @@ def fuzz(
     """
     from dosa_verify import terminal
 
-    command = f"dosa fuzz {target} --device {device.value}"
+    command = f"{invocation()} fuzz {target} --device {device.value}"
     with terminal.progress("fuzzing") as on_progress:
         if target in TARGET_NAMES:
             from dosa_verify.fuzz import runner
@@ -294,7 +307,8 @@ def fuzz(
         terminal.print_json(report.to_json())
     else:
         terminal.print_fuzz(report)
-    _exit(Exit.EXACT if report.failure is None else Exit.COUNTEREXAMPLE)
+    outcomes = {"exact": Exit.EXACT, "counterexample": Exit.COUNTEREXAMPLE}
+    _exit(outcomes.get(report.outcome, Exit.UNDECIDED))
 
 
 @app.command()
@@ -401,6 +415,8 @@ def verify(
     from dosa_verify import terminal
     from dosa_verify import verify as main_job
 
+    if not report.parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {report.parent}", param_hint="--report")
     chosen = device or (Device.CUDA if cuda_is_available() else Device.CPU)
     record = main_job.run(chosen, examples=examples, seed=seed, progress=terminal.progress)
     main_job.write(record, report)
@@ -435,8 +451,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         arguments: words after the program's name; None for those of this process.
 
     Raises:
-        SystemExit: always. An error of this project becomes one line on stderr; any other exception is a bug of ours
-            and keeps its traceback.
+        SystemExit: always. An error of this project or of the file system becomes one line on stderr; any other
+            exception is a bug of ours, keeps its traceback and exits 70.
     """
     # Problems with NaN, Inf and overflow are our business; NumPy inside Triton's interpreter need not report each.
     for text in ("invalid value", "overflow", "divide by zero"):
@@ -447,6 +463,12 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         sys.stderr.write(f"dosa: {error}\n")
         undecided = isinstance(error, BackendUnavailable | UnprovedBound | SolverUnknown)
         sys.exit(int(Exit.UNDECIDED if undecided else Exit.USAGE))
+    except OSError as error:
+        sys.stderr.write(f"dosa: {error}\n")
+        sys.exit(int(Exit.USAGE))
+    except Exception:  # noqa: BLE001 (a fault of ours must not look like a counterexample)
+        traceback.print_exc()
+        sys.exit(int(Exit.INTERNAL))
     raise AssertionError("typer leaves by SystemExit")
 
 

@@ -49,6 +49,12 @@ def environment() -> dict[str, object]:
     }
 
 
+def invocation() -> str:
+    """How this process was started, as the beginning of a command to paste: ``dosa`` with its path, or a module."""
+    program = Path(sys.argv[0])
+    return str(program) if program.name == "dosa" else f"{sys.executable} -m dosa_verify"
+
+
 def _version(distribution: str) -> str | None:
     try:
         return importlib.metadata.version(distribution)

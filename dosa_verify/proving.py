@@ -57,7 +57,8 @@ class ProveReport:
                 for mutant, status in lemma.mutants
                 if status_word(status) != REFUTED
             ]
-        lines += [f"lemma {name}: not confirmed by {self.solver}" for name in self._unconfirmed()]
+        real = " (it reads bit-vectors and floats, not real numbers)" if self.solver == "bitwuzla" else ""
+        lines += [f"lemma {name}: not confirmed by {self.solver}{real}" for name in self._unconfirmed()]
         return lines + [f"ledger, {line}; python -m proofs.ledger" for line in self.stale]
 
     def to_json(self) -> dict[str, object]:
@@ -110,7 +111,7 @@ def run(
         raise InvalidProblem("--solver", solver, f"one of {', '.join(SOLVERS)}")
     lemmas = [registry.get_lemma(name) for name in lemma_ids] or list(registry.all_lemmas())
     if solver is not None and solver not in prover.solver_versions():
-        raise BackendUnavailable(f"{solver} is not installed: pip install 'dosa-verify[prove]'")
+        raise BackendUnavailable(f"{solver} is not installed: `make setup` installs it")
     started = time.monotonic()
 
     def progress(_lemma: str, done: int, total: int) -> None:

@@ -13,6 +13,7 @@ from dosa_ref.contract import check_selection
 from dosa_ref.select import result_hash
 from dosa_ref.spec import Contract, InvalidProblem, Mode, Outcome
 from dosa_ref.trace import load_result, load_trace, save_result
+from dosa_verify.environment import invocation
 from dosa_verify.targets import dosa as kernels
 from dosa_verify.targets.base import RunOptions
 from dosa_verify.targets.dosa import Device
@@ -92,7 +93,7 @@ class CheckReport:
             "outcome": self.outcome.value,
             "rows": list(self.rows),
             "evidence": dict(self.evidence),
-            "reproducer": None if self.outcome is Outcome.EXACT else f"dosa check {self.trace} {self.result}",
+            "reproducer": None if self.outcome is Outcome.EXACT else f"{invocation()} check {self.trace} {self.result}",
         }
 
 
@@ -114,8 +115,10 @@ def parse_rows(text: str | None, seq_len: int, field: str = "--rows") -> tuple[i
     if text is None:
         return 0, seq_len
     start, colon, stop = text.partition(":")
-    if not colon or not all(part == "" or (part.isascii() and part.isdigit()) for part in (start, stop)):
-        raise InvalidProblem(field, repr(text), expected)
+    if not colon or not all(
+        part == "" or (part.isascii() and part.isdigit() and len(part) < 19) for part in (start, stop)
+    ):
+        raise InvalidProblem(field, repr(text)[:40], expected)
     first, last = int(start or 0), int(stop or seq_len)
     if not first <= last <= seq_len:
         raise InvalidProblem(field, repr(text), expected)
@@ -152,6 +155,8 @@ def select_trace(
         DosaError: bad input, an unsupported size, a missing backend or an unproved bound. Nothing is written then.
     """
     problem = load_trace(trace, topk).problem
+    if out is not None and out.exists() and out.samefile(trace):
+        raise InvalidProblem("--out", str(out), "another file than the trace")
     first, last = parse_rows(rows, problem.seq_len)
     kernels.connect(device)
     started = time.monotonic()

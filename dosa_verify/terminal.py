@@ -6,6 +6,7 @@ import collections
 import contextlib
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,7 +44,7 @@ def complain(text: str) -> None:
 
 @contextlib.contextmanager
 def progress(title: str) -> Iterator[OnProgress | None]:
-    """Show a bar on stderr while the block runs; without a terminal there, give None.
+    """Show a bar on stderr while the block runs; without a terminal there, one line at its start and one at its end.
 
     Args:
         title: what is going on.
@@ -52,7 +53,10 @@ def progress(title: str) -> Iterator[OnProgress | None]:
         A callback for (done, total), or None.
     """
     if not sys.stderr.isatty():
+        started = time.monotonic()
+        complain(f"{title} ...")
         yield None
+        complain(f"{title}: done after {time.monotonic() - started:.0f} s")
         return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -178,9 +182,11 @@ def print_fuzz(report: FuzzReport) -> None:
         _print("fallback rows: " + ", ".join(f"{reason} {count}" for reason, count in report.fallback.items()))
     if report.budget_spent:
         _print("the time budget was spent before all cases ran")
-    if report.failure is None:
+    if report.outcome == "undecided":
+        _print("undecided: not one case ran")
+    elif report.failure is None:
         if report.promise is None:
-            _print("exact: every index and every score bit equals the reference")
+            _print("exact: every index and every score bit of these cases equals the reference")
         else:
             promise = ", ".join(f"{name} {value}" for name, value in report.promise.items() if value is not None)
             _print(f"no fault under what it promises: {promise}")
@@ -230,7 +236,7 @@ def print_check(report: CheckReport) -> None:
         _print(f"row {report.row}")
         for name, value in report.evidence.items():
             _print(f"  {name}: {value}")
-        _print(f"reproduce: dosa check {report.trace} {report.result}")
+        _print(f"reproduce: {report.to_json()['reproducer']}")
 
 
 def print_environment(record: Mapping[str, object]) -> None:
@@ -254,4 +260,7 @@ def print_verify(report: VerifyReport, file: Path) -> None:
     for part in report.parts:
         for line in part.failures:
             _print(f"{part.name}: {line}")
+        not_checked = (part.record or {}).get("not_checked")
+        for line in not_checked if isinstance(not_checked, list) else ():
+            _print(f"{part.name} did not check: {line}")
     _print(f"{report.outcome} on {report.device.value} in {report.time_s:.0f} s; full record in {file}")

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import platform
+import shutil
 import subprocess
 import sys
 import venv
@@ -45,12 +46,22 @@ def say(text: str) -> None:
     print(f"set-up: {text}", file=sys.stderr, flush=True)
 
 
-def fingerprint() -> str:
-    """Return a hash over the files that decide what is installed, and the starting Python."""
-    digest = hashlib.sha256(f"{sys.version_info[:2]}{sys.prefix}".encode())
+def fingerprint(torch_index: str = "") -> str:
+    """Return a hash over the files that decide what is installed, the starting Python and the asked index."""
+    digest = hashlib.sha256(f"{sys.version_info[:2]}{sys.prefix}{torch_index}".encode())
     for name in INPUTS:
         digest.update((ROOT / name).read_bytes())
     return digest.hexdigest()
+
+
+def made_by_this_python(environment: Path) -> bool:
+    """Say whether an environment was made by the Python that runs this."""
+    lines = (environment / "pyvenv.cfg").read_text(encoding="utf-8").splitlines()
+    recorded = dict(line.split(" = ", 1) for line in lines if " = " in line)
+    same_version = recorded.get("version", "").split(".")[:2] == [str(part) for part in sys.version_info[:2]]
+    return (
+        same_version and Path(recorded.get("home", "")) == Path(getattr(sys, "_base_executable", sys.executable)).parent
+    )
 
 
 def has_cuda_torch() -> bool:
@@ -86,7 +97,7 @@ class Pip:
         if not self.install(*arguments, constrained=constrained):
             raise SystemExit(
                 f"set-up: pip install {' '.join(arguments)} failed.\n"
-                "On a machine that cannot install, run from the checkout: python3 -m dosa_verify.cli --help"
+                "On a machine that cannot install, run from the checkout: python3 -m dosa_verify --help"
             )
 
 
@@ -129,13 +140,16 @@ def main() -> None:
 
     environment: Path = options.venv.resolve()
     stamp = environment / ".stamp"
-    wanted = fingerprint()
+    wanted = fingerprint(options.torch_index)
     if stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
         stamp.touch()
         return
 
     cuda = has_cuda_torch()
     python = environment / "bin" / "python"
+    if python.exists() and not made_by_this_python(environment):
+        say(f"{environment} was made by another Python, making it anew")
+        shutil.rmtree(environment)
     if not python.exists():
         say(f"creating {environment}" + (" over the system's CUDA torch" if cuda else ""))
         venv.create(environment, with_pip=True, system_site_packages=cuda)

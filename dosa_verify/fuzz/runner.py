@@ -147,8 +147,10 @@ class FuzzReport:
 
     @property
     def outcome(self) -> str:
-        """``exact`` or ``counterexample``."""
-        return "exact" if self.failure is None else "counterexample"
+        """``exact`` or ``counterexample``; ``undecided`` if the budget let no case run."""
+        if self.failure is not None:
+            return "counterexample"
+        return "exact" if self.cases else "undecided"
 
     def to_json(self) -> dict[str, object]:
         """Return the report as JSON values, schema ``dosa.fuzz/1``."""
@@ -442,7 +444,7 @@ def load_strategies() -> ModuleType:
     try:
         return importlib.import_module("dosa_verify.fuzz.strategies")
     except ImportError as error:
-        raise BackendUnavailable("hypothesis is not installed: pip install 'dosa-verify[fuzz]'") from error
+        raise BackendUnavailable("hypothesis is not installed: `make setup` installs it") from error
 
 
 def search(

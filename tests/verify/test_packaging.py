@@ -78,6 +78,18 @@ def test_the_stamp_follows_the_pins(bootstrap, tmp_path, monkeypatch):
     assert bootstrap.fingerprint() != before
 
 
+def test_another_index_asks_for_set_up_again(bootstrap):
+    assert bootstrap.fingerprint("pypi") != bootstrap.fingerprint("")
+
+
+def test_an_environment_of_another_python_is_recognised(bootstrap, tmp_path):
+    bootstrap.venv.create(tmp_path / "own")
+    assert bootstrap.made_by_this_python(tmp_path / "own")
+    text = (tmp_path / "own" / "pyvenv.cfg").read_text(encoding="utf-8")
+    (tmp_path / "own" / "pyvenv.cfg").write_text(text.replace("home = /", "home = /elsewhere/"), encoding="utf-8")
+    assert not bootstrap.made_by_this_python(tmp_path / "own")
+
+
 class FakePip:
     """Records installations; those whose last word is in ``missing`` fail."""
 
