@@ -76,7 +76,7 @@ def check_ledger(folder: Path, lemmas: Iterable[str], constants: Mapping[str, st
             raise UnprovedBound(lemma, "not in the ledger")
         try:
             spoken_of |= _check_entry(folder, lemma, entries[lemma], constants)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise UnprovedBound(lemma, f"its entry in the ledger is malformed: {error!r}") from error
     unproved = sorted(set(constants) - spoken_of)
     if unproved:
@@ -99,6 +99,11 @@ def _check_entry(folder: Path, lemma: str, entry: dict[str, Any], constants: Map
         digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
         if digest != entry[part]["sha256"]:
             raise UnprovedBound(lemma, f"{entry[part]['path']} was edited (or is missing) since it was proved")
+    # The words and the formula are hashed together: the ledger's statement is the one that the script refutes.
+    script = (folder / entry["smt2"]["path"]).read_text(encoding="utf-8")
+    formula = script[script.index("(set-logic") :]
+    if hashlib.sha256(f"{entry['statement']}\n{formula}".encode()).hexdigest() != entry["statement_sha256"]:
+        raise UnprovedBound(lemma, "the ledger's statement is not that of its script")
     for name, proved in entry["constants"].items():
         if constants.get(name) != proved:
             raise UnprovedBound(lemma, f"proved for {name} = {proved}, the kernels use {constants.get(name)}")

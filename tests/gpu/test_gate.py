@@ -80,6 +80,8 @@ DAMAGE = {
     "entry is a list": lambda lemmas: {**lemmas, "dot_error": []},
     "entry without constants": lambda lemmas: without(lemmas, "constants"),
     "constants emptied": lambda lemmas: {name: {**entry, "constants": {}} for name, entry in lemmas.items()},
+    "another statement": lambda lemmas: changed(lemmas, statement="Everything is bounded."),
+    "another statement hash": lambda lemmas: changed(lemmas, statement_sha256="0" * 64),
     "no solver": lambda lemmas: changed(lemmas, solvers=[]),
     "a solver disagrees": lambda lemmas: changed(lemmas, solvers=[{"name": "z3", "result": "proved"}, REFUTES]),
     "no mutant": lambda lemmas: changed(lemmas, mutants=[]),
