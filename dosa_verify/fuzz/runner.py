@@ -201,10 +201,12 @@ def directed_cases() -> Iterator[Case]:
     yield change(base, seed=4, scales=Scales.FLOATS, columns=32)
     yield change(base, seed=5, scales=Scales.EXTREME, columns=8)
     yield change(base, seed=6, windows=Windows.RAGGED, strided=True, specials=(Special.POISON,))
-    yield change(base, seed=7, windows=Windows.SHORT, rows=6)
+    yield change(base, seed=7, windows=Windows.SHORT, rows=12)
     for special in Special:
         if special is not Special.POISON:
             yield change(base, seed=8, specials=(special,))
+    # NaN keys score 0, which wins where tau is negative.
+    yield change(base, seed=8, topk=200, specials=(Special.NAN_KEY,))
     # Survivors beyond the buffer, and a tie that no buffer holds.
     yield change(base, seed=9, values=Values.NORMAL, keys=600, topk=8, columns=8, survivor_capacity=16)
     yield change(base, seed=10, values=Values.CONSTANT, keys=600, topk=8, survivor_capacity=16)

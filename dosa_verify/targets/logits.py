@@ -175,14 +175,16 @@ class TopKKernelTarget:
         start = to_torch(problem.row_start, self.device)
         end = to_torch(np.maximum(problem.row_end, problem.row_start), self.device)
         sizes = (rows * topk, rows * topk, rows)
-        guarded = [torch.full((size + 2 * CANARIES,), CANARY, dtype=torch.int32, device=place) for size in sizes]
-        index, score, count = (part[CANARIES : CANARIES + size] for part, size in zip(guarded, sizes, strict=True))
+        # A row that copies all its columns stays within the canaries.
+        margin = CANARIES + problem.logits.shape[1]
+        guarded = [torch.full((size + 2 * margin,), CANARY, dtype=torch.int32, device=place) for size in sizes]
+        index, score, count = (part[margin : margin + size] for part, size in zip(guarded, sizes, strict=True))
         none = torch.zeros(rows, dtype=torch.int32, device=place)
         empty_index = torch.zeros((rows, topk), dtype=torch.int32, device=place)
         out = (index.view(rows, topk), score.view(torch.float32).view(rows, topk), count)
         kernel.launch_topk(empty_index, empty_index.float(), none, None, logits, start, end, 0, out)
         for part in guarded:
-            if bool((part[:CANARIES] != CANARY).any()) or bool((part[-CANARIES:] != CANARY).any()):
+            if bool((part[:margin] != CANARY).any()) or bool((part[-margin:] != CANARY).any()):
                 raise CanaryOverwritten("memory beside an output of launch_topk was written")
         filled = torch.arange(topk, device=place) < count[:, None]
         answer: Indices = torch.where(filled, out[0], PAD_INDEX).cpu().numpy()
@@ -220,7 +222,7 @@ class LiftedTarget:
 
 CANARY = -559038737
 CANARIES = 64
-"""Words on each side of an output."""
+"""Words on each side of an output, besides one for every column."""
 
 
 class CanaryOverwritten(Exception):

@@ -1,0 +1,197 @@
+"""The test of the fuzzer: faults seeded into our own kernels and pipeline, each found within a budget of cases.
+
+A kernel mutant is the kernel's source with one piece of text replaced, loaded as a module of its own.
+
+Not visible to the emulator, and looked for elsewhere: offsets in 32 bits (lemmas ``kernel_offsets`` and
+``index_arithmetic``), a scorer that compiles to ``mma.sync`` (machine code, ``tests/gpu/test_machine_code.py``).
+
+Equivalent, so never found: ``bound <= tau`` for ``bound < tau`` (slack keeps a bound strictly above its score, so a key
+whose bound equals ``tau`` scores less); ``at_least > wanted`` in the radix search (where they are equal, the threshold
+comes out as the next lower score, all of whose ties are then left out).
+"""
+
+import dataclasses
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import dosa_gpu
+from dosa_verify.fuzz import logits_runner, runner
+from dosa_verify.targets import logits as targets
+from dosa_verify.targets.dosa import KernelTarget
+
+BUDGET = 60
+"""Cases within which each mutant must be found."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OneVariant(KernelTarget):
+    """Our kernels in one mode."""
+
+    variant: str = "both"
+
+    @property
+    def variants(self):
+        return (self.variant,)
+
+
+class Mutator:
+    """Puts mutated code in the place of ours until the test ends."""
+
+    def __init__(self, monkeypatch, folder):
+        self.monkeypatch, self.folder = monkeypatch, folder
+
+    def load(self, file, old, new):
+        """The module of a source file of ``dosa_gpu`` in which the only occurrence of ``old`` is replaced."""
+        source = (Path(dosa_gpu.__file__).parent / file).read_text(encoding="utf-8")
+        assert source.count(old) == 1, f"{file} has {source.count(old)} x {old!r}"
+        path = self.folder / f"mutant_{Path(file).name}"
+        path.write_text(source.replace(old, new), encoding="utf-8")
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        self.monkeypatch.setitem(sys.modules, path.stem, module)
+        spec.loader.exec_module(module)
+        return module
+
+    def kernel(self, name, old, new):
+        """Mutate ``launch_<name>`` for the pipeline and for the top-K target."""
+        from dosa_gpu import kernels, pipeline
+
+        module = self.load(f"kernels/{name}.py", old, new)
+        launcher = f"launch_{name}"
+        self.monkeypatch.setattr(pipeline, launcher, getattr(module, launcher))
+        self.monkeypatch.setattr(getattr(kernels, name), launcher, getattr(module, launcher))
+
+    def heads(self, old, new):
+        """Mutate the head combination inside both scoring kernels."""
+        from dosa_gpu.kernels import rescore, score
+
+        module = self.load("kernels/combine_heads.py", old, new)
+        for user in (rescore, score):
+            kernel = getattr(user, f"_{user.__name__.rpartition('.')[2]}_kernel")
+            monkey_globals = getattr(kernel, "fn", kernel).__globals__
+            self.monkeypatch.setitem(monkey_globals, "combine_heads", module.combine_heads)
+
+    def pipeline(self, old, new):
+        """Mutate the pipeline."""
+        self.monkeypatch.setattr(dosa_gpu, "pipeline", self.load("pipeline.py", old, new))
+
+    def wrap(self, name, change):
+        """Replace a function of the pipeline by ``change(plain)``."""
+        from dosa_gpu import pipeline
+
+        self.monkeypatch.setattr(pipeline, name, change(getattr(pipeline, name)))
+
+
+def kernel(name, old, new):
+    return lambda mutate: mutate.kernel(name, old, new)
+
+
+def up(tau):
+    return torch.nextafter(tau, torch.full_like(tau, torch.inf))
+
+
+def seed_twice(plain):
+    def choose(*arguments):
+        seed, fits = plain(*arguments)
+        seed[:, 1:2] = torch.where(fits[:, 1:2] & fits[:, :1], seed[:, :1], seed[:, 1:2])
+        return seed, fits
+
+    return choose
+
+
+def racy_append(plain):
+    """Survivors arrive in another order."""
+
+    def compact(words, ks, ke, index, count, start, end):
+        plain(words, ks, ke, index, count, start, end)
+        for row in range(len(index)):
+            listed = min(int(count[row]), index.shape[1])
+            index[row, :listed] = index[row, :listed].flip(0)
+
+    return compact
+
+
+def guard_left_out(plain):
+    def bound(column, coefficient, floor, slack, *rest):
+        plain(column, coefficient, floor, torch.zeros_like(slack), *rest)
+
+    return bound
+
+
+def not_at_all(_plain):
+    return lambda *_arguments: None
+
+
+def tau_high_in_emit(plain):
+    return lambda index, score, count, tau, *rest: plain(index, score, count, up(tau), *rest)
+
+
+MUTANTS = {
+    # name: (mode that runs, seeded fault)
+    "emit_drops_keys_at_tau": ("both", kernel("emit", "(score >= tau)", "(score > tau)")),
+    "filter_drops_keys_at_tau": ("emit", kernel("score", "score >= tau[None, :]", "score > tau[None, :]")),
+    "filter_sees_one_key_more": ("emit", kernel("score", "< ke[None, :]", "<= ke[None, :]")),
+    "bound_misses_the_first_key": ("both", kernel("bound", ">= ks[None, :]", "> ks[None, :]")),
+    "bound_drops_nan": ("both", kernel("bound", "(below == 0)", "(bound >= tau[None, :])")),
+    "guard_left_out": ("both", lambda mutate: mutate.wrap("launch_bound", guard_left_out)),
+    "norm_of_another_key": (
+        "both",
+        kernel("bound", "tl.load(norm_ptr + safe_keys)", "tl.load(norm_ptr + safe_keys // 2)"),
+    ),
+    "tau_one_ulp_high": ("both", lambda mutate: mutate.wrap("launch_emit", tau_high_in_emit)),
+    "seed_counted_twice": ("both", lambda mutate: mutate.wrap("choose_seeds", seed_twice)),
+    "racy_append": ("both", lambda mutate: mutate.wrap("launch_compact", racy_append)),
+    "last_word_left_out": ("both", kernel("compact", "(last + 31) // 32", "last // 32")),
+    "overflow_not_repaired": ("both", lambda mutate: mutate.wrap("_rescan", not_at_all)),
+    "stale_running_list": (
+        "both",
+        lambda mutate: mutate.pipeline("        self.now[2].zero_()\n", "        self.now[2].fill_(1)\n"),
+    ),
+    "heads_in_source_order": (
+        "dense",
+        lambda mutate: mutate.heads(
+            "total = r1 * w1\n    total = _accumulate(r0, w0, total)",
+            "total = r0 * w0\n    total = _accumulate(r1, w1, total)",
+        ),
+    ),
+    "product_rounded": (
+        "dense",
+        lambda mutate: mutate.heads(
+            "return tl.fma(relu, tl.broadcast_to(weight, relu.shape), total)", "return relu * weight + total"
+        ),
+    ),
+    "scale_of_another_place": (
+        "both",
+        kernel("rescore", "tl.load(k_scale_ptr + key)", "tl.load(k_scale_ptr + place % 64)"),
+    ),
+    "a_tie_too_few": ("topk", kernel("topk", "(rank < ties)", "(rank < ties - 1)")),
+    "all_ties_copied": ("topk", kernel("topk", "(rank < ties)", "(rank >= 0)")),
+    "digit_counted_as_above": ("topk", kernel("topk", "tl.arange(0, 256) > digit", "tl.arange(0, 256) >= digit")),
+    "quiet_nan_only": ("topk", kernel("topk", "magnitude > 0x7F800000", "magnitude >= 0x7FC00000")),
+    "one_column_beyond_the_end": ("topk", kernel("topk", "inside = place < end", "inside = place <= end")),
+    "last_radix_pass_left_out": ("topk", kernel("topk", "prefix, wanted, 0, TILE)\n", "prefix, wanted, 8, TILE)\n")),
+}
+
+
+def find(mode, device, folder, *, seed=0, directed=True):
+    """Fuzz in one mode; gives the report."""
+    examples = 0 if directed else 10 * BUDGET
+    if mode == "topk":
+        return logits_runner.run(
+            targets.make("topk", device), examples=examples, seed=seed, folder=folder, directed=directed
+        )
+    target = OneVariant(name="dosa", device=device, variant=mode)
+    return runner.run(target, examples=examples, seed=seed, folder=folder, directed=directed)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_each_mutant_is_found(name, device, monkeypatch, tmp_path):
+    mode, apply = MUTANTS[name]
+    apply(Mutator(monkeypatch, tmp_path))
+    report = find(mode, device, tmp_path)
+    assert report.failure is not None, f"{name} survived {report.cases} cases"
+    assert report.cases <= BUDGET
