@@ -204,6 +204,7 @@ class TestStats:
             survivor_capacity=None,
         )
         want = [max(1 - (sizes.seed_budget + survivors) / 1500, 0) for survivors in stats.survivors]
+        # Rates are quotients in float64; the sums behind them are exact.
         np.testing.assert_allclose(stats.row_prune_rate, want, rtol=1e-12)
         np.testing.assert_allclose(stats.prune_rate, np.mean(want), rtol=1e-12)
 
