@@ -71,6 +71,8 @@ class Fault(enum.Enum):
     """The process ended: a signal, an illegal access."""
     HUNG = "hung"
     """No answer in time; the process was ended."""
+    PROPERTY = "property"
+    """Two answers of the target that must agree do not."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
