@@ -134,7 +134,10 @@ MUTANTS = {
     # name: (mode that runs, seeded fault)
     "emit_drops_keys_at_tau": ("both", kernel("emit", "(score >= tau)", "(score > tau)")),
     "filter_drops_keys_at_tau": ("emit", kernel("score", "score >= tau[None, :]", "score > tau[None, :]")),
-    "filter_sees_one_key_more": ("emit", kernel("score", "< ke[None, :]", "<= ke[None, :]")),
+    "filter_sees_one_key_more": (
+        "emit",
+        kernel("score", "(keys[:, None] < ke[None, :])", "(keys[:, None] <= ke[None, :]) & row_ok[None, :]"),
+    ),
     "bound_misses_the_first_key": ("both", kernel("bound", ">= ks[None, :]", "> ks[None, :]")),
     "bound_drops_nan": ("both", kernel("bound", "(below == 0)", "(bound >= tau[None, :])")),
     "guard_left_out": ("both", lambda mutate: mutate.wrap("launch_bound", guard_left_out)),
