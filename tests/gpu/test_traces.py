@@ -1,6 +1,6 @@
 """Real traces: the pruned path in all modes, the reference, and an independent sort of the scores, index for index.
 
-The bundled trace is always there. ``DOSA_TRACES`` names a folder of more (files ``dosa.trace/1``); four rows of each
+The bundled trace is always there. ``DOSA_TRACES`` names a folder of more (files ``dosa.trace/1``); three rows of each
 are taken.
 """
 
@@ -20,7 +20,7 @@ from dosa_verify.targets.dosa import Device, to_torch
 
 BUNDLED = sorted((FilePath(dosa_verify.__file__).parent / "data").glob("*.safetensors"))
 MORE = sorted(FilePath(os.environ["DOSA_TRACES"]).glob("*.safetensors")) if os.environ.get("DOSA_TRACES") else []
-ROWS = 4
+ROWS = 3
 
 
 def independent_sort(logits, topk):
