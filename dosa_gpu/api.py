@@ -237,7 +237,7 @@ def select_prefill(
         raise BackendUnavailable(f"{NEEDS_EMULATOR} ({faults[0]})")
     if taken is Path.DOSA:
         gate.require_proved()
-        gate.require_contract(q.device)
+        gate.require_contract(faults)
     workspace = Workspace(q.device, workspace_bytes)
     index = torch.full((rows, topk), -1, dtype=torch.int32, device=q.device)
     scores = torch.full((rows, topk), -torch.inf, dtype=torch.float32, device=q.device)

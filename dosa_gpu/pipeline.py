@@ -230,7 +230,7 @@ def pruned_rows(
 
     pruning = mode in (Mode.PRUNE, Mode.BOTH)
     unusable = torch.zeros_like(too_few)
-    failed = {Fallback.TOO_FEW_SEEDS: too_few}
+    failed = {}
     if pruning:
         # Activity of the heads on the best seeds; a dot in plain float32 is good enough for a choice.
         places = torch.linspace(0, topk - 1, min(ACTIVITY_SAMPLE, topk), dtype=torch.float64, device=device).long()

@@ -13,6 +13,7 @@ machine code.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
 import importlib.util
@@ -30,7 +31,7 @@ from dosa_ref import scorer, select, trace
 from dosa_ref.problem import PrefillProblem
 from dosa_ref.spec import SM90_NUM_HEADS, Mode
 from dosa_verify import environment
-from dosa_verify.fuzz.cases import Case, Scales, Special, Values, Weights, Windows, build
+from dosa_verify.fuzz.cases import Case, Scales, Special, Values, Weights, Windows, build, case_from_json
 from dosa_verify.targets.base import RunOptions
 from dosa_verify.targets.dosa import DENSE, MODES, Device, KernelTarget, connect, to_torch
 
@@ -164,7 +165,7 @@ def run_variant(
 
 
 def compare(
-    known: dict[str, Any], traces: Path, device: Device, whole_suite: bool = True
+    known: dict[str, Any], traces: Path, device: Device
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], list[str]]:
     """Run the case suite and the traces on a device against the hashes of ``reference.json``.
 
@@ -183,8 +184,8 @@ def compare(
         return {"topk": problem.topk, "variant": variant, "sha256": got, "equal": got == want, **note}
 
     cases = []
-    for entry in known["cases"] if whole_suite else known["cases"][::4]:
-        case = Case(**_typed(entry["case"]))
+    for entry in known["cases"]:
+        case = case_from_json(entry["case"])
         problem = build(case)
         if problem_hash(problem) != entry["input_sha256"]:
             faults.append(f"{case.describe()}: this machine builds other inputs")
@@ -200,22 +201,19 @@ def compare(
         if problem_hash(problem) != entry["input_sha256"]:
             faults.append(f"{name}: not the trace of reference.json")
             continue
+        chosen = problem.rows(*rows.indices(len(problem.q))[:2])
         runs = []
         for topk in TRACE_TOPKS:
-            part = PrefillProblem(
-                q=problem.q[rows], k=problem.k, k_scale=problem.k_scale, weights=problem.weights[rows],
-                cu_seqlen_ks=problem.cu_seqlen_ks[rows], cu_seqlen_ke=problem.cu_seqlen_ke[rows], topk=topk,
-            )  # fmt: skip
+            part = dataclasses.replace(chosen, topk=topk)
             runs += [one(name, part, entry["results"][str(topk)][which], v, None, None) for v in variants]
         found.append({"name": name, "runs": runs})
     return cases, found, faults
 
 
-def _typed(plain: dict[str, Any]) -> dict[str, Any]:
-    from dosa_verify.fuzz.cases import case_from_json
-
-    case = case_from_json(plain)
-    return {name: getattr(case, name) for name in plain}
+def _on_the_gpu(problem: PrefillProblem) -> tuple[torch.Tensor, ...]:
+    """The six input arrays, in the order of `dosa_gpu.api.select_prefill`."""
+    parts = (problem.q, problem.k, problem.k_scale, problem.weights, problem.cu_seqlen_ks, problem.cu_seqlen_ke)
+    return tuple(to_torch(array, Device.CUDA) for array in parts)
 
 
 def deep_gemm_differences(traces: Path) -> list[dict[str, Any]] | None:
@@ -252,9 +250,7 @@ def deep_gemm_differences(traces: Path) -> list[dict[str, Any]] | None:
 
     found = []
     for name, problem in trace_files(traces):
-        parts = (problem.q, problem.k, problem.k_scale, problem.weights, problem.cu_seqlen_ks, problem.cu_seqlen_ke)
-        q, k, scale, w, ks, ke = (to_torch(array, Device.CUDA) for array in parts)
-        found.append(differences(name, q, k, scale, w, ks, ke))
+        found.append(differences(name, *_on_the_gpu(problem)))
     generator = torch.Generator(device="cuda").manual_seed(0)
     for heads in SM90_NUM_HEADS:
         q = torch.randn(RANDOM_ROWS, heads, 128, device="cuda", generator=generator).to(torch.float8_e4m3fn)
@@ -273,8 +269,7 @@ def workspace_use(traces: Path) -> list[dict[str, Any]]:
     from dosa_gpu import api, plan
 
     name, problem = next(trace_files(traces))
-    parts = (problem.q, problem.k, problem.k_scale, problem.weights, problem.cu_seqlen_ks, problem.cu_seqlen_ke)
-    q, k, scale, w, ks, ke = (to_torch(array, Device.CUDA) for array in parts)
+    q, k, scale, w, ks, ke = _on_the_gpu(problem)
     found = []
     for limit in (2**24, 2**26, 2**30):
         for path in (plan.Path.DENSE, plan.Path.DOSA):

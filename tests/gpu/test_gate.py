@@ -145,7 +145,7 @@ class TestPath:
         monkeypatch.setattr(gate, "WITNESSES", wrong)
         gate._cuda_faults.cache_clear()
         with pytest.raises(UnprovedBound, match=r"constructed dot 2: computed 65536\.0"):
-            gate.require_contract(torch.device(device))
+            gate.require_contract(gate.device_faults(torch.device(device)))
         if device == "cpu":
             with pytest.raises(BackendUnavailable, match=r"emulator\.install.*constructed dot 2"):
                 api.select_prefill(*small_problem(device), 3, path=Path.DENSE)
@@ -158,5 +158,5 @@ class TestPath:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some GPU")
         gate._cuda_faults.cache_clear()
         with pytest.raises(UnprovedBound, match=r"some GPU has compute capability 10\.0"):
-            gate.require_contract(torch.device("cuda", 0))
+            gate.require_contract(gate.device_faults(torch.device("cuda", 0)))
         gate._cuda_faults.cache_clear()
