@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import torch
 
+from dosa_gpu.kernels.activity import launch_activity
 from dosa_gpu.kernels.bound import column_order, launch_bound, queries_per_tile
 from dosa_gpu.kernels.compact import launch_compact
 from dosa_gpu.kernels.emit import launch_emit
@@ -232,12 +233,12 @@ def pruned_rows(
     unusable = torch.zeros_like(too_few)
     failed = {}
     if pruning:
-        # Activity of the heads on the best seeds; a dot in plain float32 is good enough for a choice.
-        places = torch.linspace(0, topk - 1, min(ACTIVITY_SAMPLE, topk), dtype=torch.float64, device=device).long()
-        sample = torch.where(too_few[:, None], 0, best.now[0][:, places]).long()
-        sampled_keys = keys.k.view(torch.uint8)[sample].view(torch.float8_e4m3fn).to(torch.float32)
-        dots = torch.bmm(rows.q.to(torch.float32), sampled_keys.transpose(1, 2))
-        constants = prepare_rows(rows.q, rows.weights, (dots > 0).double().mean(-1), plan.columns)
+        # Activity of the heads on the best seeds.
+        places = torch.linspace(0, topk - 1, ACTIVITY_SAMPLE, dtype=torch.float64, device=device).long()
+        sample = torch.where(too_few[:, None], 0, best.now[0][:, places]).to(torch.int32)
+        activity = torch.empty_like(rows.weights)
+        launch_activity(rows.q, keys.k, sample, activity)
+        constants = prepare_rows(rows.q, rows.weights, activity, plan.columns)
         failed[Fallback.NON_FINITE_ROW] = constants.non_finite
         failed[Fallback.ROW_MAGNITUDE] = constants.too_large
         unusable = constants.non_finite | constants.too_large

@@ -36,10 +36,6 @@ def _triton_version() -> tuple[int, ...]:
     return tuple(int(part) for part in version.split("+")[0].split(".")[:2])
 
 
-def _is_e4m3(handle: Any) -> bool:
-    return str(handle.dtype.scalar) == "fp8e4nv"
-
-
 def _demand_form(builder: type, name: str, expected: tuple[str, ...]) -> Any:
     method = getattr(builder, name, None)
     found = tuple(inspect.signature(method).parameters) if method is not None else ()
@@ -73,14 +69,18 @@ def install() -> None:
     builder = interpreter.InterpreterBuilder
     if getattr(builder.create_dot, "models_wgmma", False):
         return
-    _demand_form(builder, "create_dot", _DOT_SIGNATURE)
+    plain_dot = _demand_form(builder, "create_dot", _DOT_SIGNATURE)
     plain_cast = _demand_form(builder, "create_fp_to_fp", _CAST_SIGNATURE)
     reductions = interpreter.ReduceOps
     _demand_form(reductions, "sum", _SUM_SIGNATURE)
     handle_type = interpreter.TensorHandle
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:  # noqa: ARG001
-        if not (_is_e4m3(a) and _is_e4m3(b)):
+        kinds = {str(a.dtype.scalar), str(b.dtype.scalar)}
+        if kinds in ({"fp32"}, {"fp64"}):
+            # Query preparation: any order of additions is allowed there, so these bits need no model.
+            return plain_dot(self, a, b, d, input_precision, max_num_imprecise_acc)
+        if kinds != {"fp8e4nv"}:
             raise UnsupportedConfiguration(f"the emulator models E4M3 dots only, got {a.dtype} x {b.dtype}")
         product = tensorcore.dots(
             np.ascontiguousarray(a.data),

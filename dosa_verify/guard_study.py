@@ -38,7 +38,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from dosa_gpu.prepare import prepare_rows
 from dosa_ref.bound import key_norms
 from dosa_ref.guard import BoundCertificate, GuardTerms, dot_error, e4m3_float64, guard_terms
 from dosa_ref.spec import (
@@ -51,6 +50,7 @@ from dosa_ref.spec import (
 )
 from dosa_ref.tensorcore import dots
 from dosa_ref.trace import load_trace
+from dosa_verify import emulator
 from dosa_verify.environment import environment
 
 SCHEMA: Final = "dosa.guard_study/1"
@@ -255,6 +255,9 @@ def _measure(
     visible: slice,
     head_error: float,
 ) -> Measured:
+    # Imported here: its kernels bind to the compiler or to the emulator when they are imported.
+    from dosa_gpu.prepare import prepare_rows
+
     prepared = prepare_rows(
         torch.from_numpy(q.view(np.uint8).copy()).view(torch.float8_e4m3fn)[None],
         torch.from_numpy(w.copy())[None],
@@ -427,6 +430,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.page is not None:
         write_page(json.loads(options.out.read_text(encoding="utf-8")), options.page)
         return 0
+    emulator.install()
     record = study(options.traces)
     options.out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return 0

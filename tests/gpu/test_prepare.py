@@ -2,11 +2,15 @@
 
 import dataclasses
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from dosa_gpu import prepare
+from dosa_gpu.kernels import activity, head_terms, project, row_bound
 from dosa_ref import bound, formats, guard, scorer
 from dosa_ref.guard import BoundCertificate
 from dosa_ref.spec import GUARD_CONSTANTS
@@ -126,20 +130,35 @@ def test_rows_that_may_not_be_pruned_are_marked(device):
     assert constants.too_large.tolist() == [False, False, True]
 
 
-def test_round_up_is_the_references(random):
-    values = np.concatenate([random.normal(0, 1, 500) * np.exp2(random.uniform(-160, 120, 500)), [0.0, 1.0, -1.0]])
-    got = prepare.round_up(torch.from_numpy(values)).numpy()
+@triton.jit
+def _round_up_kernel(value_ptr, out_ptr, COUNT: tl.constexpr):
+    place = tl.arange(0, COUNT)
+    tl.store(out_ptr + place, row_bound.round_up(tl.load(value_ptr + place)))
+
+
+def test_round_up_is_the_references(random, device):
+    values = np.concatenate([random.normal(0, 1, 509) * np.exp2(random.uniform(-160, 120, 509)), [0.0, 1.0, -1.0]])
+    got = torch.empty(512, dtype=torch.float32, device=device)
+    _round_up_kernel[(1,)](torch.from_numpy(values).to(device), got, COUNT=512)
     want = [formats.round_up_float32(formats.Fraction(float(value))) for value in values]
-    np.testing.assert_array_equal(got, np.array(want, np.float32))
+    np.testing.assert_array_equal(got.cpu().numpy(), np.array(want, np.float32))
 
 
-def test_dot_error_is_the_references(random, device):
-    codes = random.integers(0, 127, (20, 128), dtype=np.uint8)
-    codes[:10] = random.integers(0, 16, (10, 128), dtype=np.uint8)
-    values = torch.from_numpy(codes).view(torch.float8_e4m3fn).float().double().to(device)
-    got = prepare.dot_error(values).cpu().numpy()
-    want = [guard.dot_error(row) for row in codes]
-    np.testing.assert_allclose(got, want, rtol=1e-12)  # two float64 evaluations of one formula; bits may differ
+def test_head_terms_are_the_references(random, device):
+    codes = random.integers(0, 127, (70, 128), dtype=np.uint8) | (random.integers(0, 2, (70, 128), dtype=np.uint8) << 7)
+    codes[:10] &= 0x8F
+    codes[10] = 0
+    with_nan = codes.copy()
+    with_nan[69, 3] = 0x7F
+    codes[69, 3] = 0
+    norm, error = (torch.empty(70, dtype=torch.float64, device=device) for _ in range(2))
+    nan = torch.empty(70, dtype=torch.int32, device=device)
+    head_terms.launch_head_terms(torch.from_numpy(with_nan).to(device), norm, error, nan)
+    assert nan.tolist() == [0] * 69 + [1]
+    values = codes.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    # Two float64 evaluations of one formula; bits may differ.
+    np.testing.assert_allclose(norm.cpu().numpy(), np.linalg.norm(values, axis=1), rtol=1e-12)
+    np.testing.assert_allclose(error.cpu().numpy(), [guard.dot_error(row) for row in codes], rtol=1e-12)
 
 
 def test_every_guard_constant_stands_in_a_lemma_that_the_gate_demands():
@@ -153,15 +172,38 @@ def test_every_guard_constant_stands_in_a_lemma_that_the_gate_demands():
     assert set(GUARD_CONSTANTS) <= spoken_of
 
 
-def test_the_projection_comes_near_the_best_non_negative_fit(random):
+def test_the_projection_comes_near_the_best_non_negative_fit(random, device):
     from scipy.optimize import nnls
 
-    targets, basis = random.normal(0, 1, (1, 9, 128)), random.normal(0.3, 1, (1, 6, 128))
-    basis[0, 5] = 0.0
-    got = prepare.project(torch.from_numpy(targets), torch.from_numpy(basis))[0].numpy()
+    values = random.normal(0.2, 1, (1, 32, 128)).astype(ml_dtypes.float8_e4m3fn)
+    head = np.full((1, 16), -1, np.int32)
+    head[0, :6] = [0, 3, 5, 8, 30, 31]
+    share = np.ones((1, 32), np.float32)
+    share[0, [0, 9]] = 0
+    q = torch.from_numpy(values.view(np.uint8)).to(device).view(torch.float8_e4m3fn)
+    out = torch.empty(1, 32, 16, dtype=torch.float32, device=device)
+    project.launch_project(q, torch.from_numpy(head).to(device), torch.from_numpy(share).to(device), out)
+    got = out[0].cpu().numpy().astype(np.float64)
     assert (got >= 0).all()
-    assert (got[:, 5] == 0).all()
-    for head in range(9):
-        _, best = nnls(basis[0].T, targets[0, head])
-        reached = np.linalg.norm(targets[0, head] - got[head] @ basis[0])
+    assert (got[:, 6:] == 0).all()
+    assert (got[[0, 9]] == 0).all()
+    basis = values[0, head[0, :6]].astype(np.float64)
+    for target in (1, 2, 15, 29):
+        wanted = values[0, target].astype(np.float64)
+        _, best = nnls(basis.T, wanted)
+        reached = np.linalg.norm(wanted - got[target, :6] @ basis)
         assert best * (1 - 1e-6) <= reached <= best * 1.01
+
+
+def test_activity_counts_positive_dots(random, device):
+    values = random.normal(0, 1, (2, 32, 128)).astype(ml_dtypes.float8_e4m3fn)
+    keys = random.normal(0, 1, (90, 128)).astype(ml_dtypes.float8_e4m3fn)
+    sample = random.integers(0, 90, (2, 64)).astype(np.int32)
+
+    def fp8(array):
+        return torch.from_numpy(array.view(np.uint8)).to(device).view(torch.float8_e4m3fn)
+
+    active = torch.empty(2, 32, dtype=torch.float32, device=device)
+    activity.launch_activity(fp8(values), fp8(keys), torch.from_numpy(sample).to(device), active)
+    dots = np.einsum("rhd,rsd->rhs", values.astype(np.float64), keys[sample].astype(np.float64))
+    np.testing.assert_array_equal(active.cpu().numpy(), (dots > 0).mean(-1))

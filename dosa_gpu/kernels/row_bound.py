@@ -1,0 +1,187 @@
+"""The bound of one row: columns, coefficients and slack from the chosen heads and multipliers, rounded outward."""
+
+import triton
+import triton.language as tl
+
+from dosa_gpu.kernels.head_terms import decode, vector_terms
+from dosa_ref import spec
+
+_MAX_EXPONENT = tl.constexpr(100)
+_E4M3_MAX = tl.constexpr(float(spec.E4M3_MAX))
+_HEAD_ULPS = tl.constexpr(spec.HEAD_CHAIN_ULPS * float(spec.FLOAT32_UNIT))
+_BOUND_ULPS = tl.constexpr(spec.BOUND_CHAIN_ULPS * float(spec.FLOAT32_UNIT))
+_FLOAT64_SLACK = tl.constexpr(2.0**spec.FLOAT64_SLACK_LOG2)
+_OUTWARD = tl.constexpr(1.0 + 2.0**spec.OUTWARD_LOG2)
+_FLOOR = tl.constexpr(2.0**spec.SLACK_FLOOR_LOG2)
+_MAGNITUDE_MAX = tl.constexpr(2.0**spec.ROW_MAGNITUDE_LOG2_MAX)
+
+
+@triton.jit
+def round_up(value):
+    """Smallest float32 that is at least the float64 ``value`` (NaN stays NaN)."""
+    nearest = value.to(tl.float32)
+    bits = nearest.to(tl.int32, bitcast=True)
+    above = tl.where(bits >= 0, bits + 1, tl.where(bits == -2147483648, 1, bits - 1))
+    return tl.where(nearest.to(tl.float64) < value, above.to(tl.float32, bitcast=True), nearest)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    return ((exponent.to(tl.int64) + 1023) << 52).to(tl.float64, bitcast=True)
+
+
+@triton.jit
+def _round_to_fp8(vector):
+    """``vector = scale y + e``, ``scale`` a power of two: y as float8 and as float64 values, ``scale``, ``||e||``."""
+    largest = tl.max(tl.abs(vector), axis=0)
+    bits = largest.to(tl.int64, bitcast=True)
+    exponent = ((bits >> 52) & 0x7FF) - 1022
+    # 448 = 0.875 * 2^9: the largest element may just reach it.
+    power = tl.where((bits & 0xFFFFFFFFFFFFF) <= 0xC000000000000, 9 - exponent, 8 - exponent)
+    power = tl.minimum(tl.maximum(power, -_MAX_EXPONENT), _MAX_EXPONENT)
+    scale = _power_of_two(-power)
+    scaled = (vector * _power_of_two(power)).to(tl.float32)
+    scaled = tl.minimum(tl.maximum(scaled, -_E4M3_MAX), _E4M3_MAX)
+    y = scaled.to(tl.float8e4nv)
+    value = y.to(tl.float32).to(tl.float64)
+    rest = vector - scale * value
+    return y, value, scale, tl.sqrt(tl.sum(rest * rest, axis=0))
+
+
+@triton.jit
+def _synthetic_terms(value):
+    """``||y|| + D(y)`` and ``D(y)`` of one vector."""
+    norm, error = vector_terms(tl.reshape(value, (1, 128)), 1)
+    return tl.sum(norm + error, axis=0), tl.sum(error, axis=0)
+
+
+@triton.jit
+def _row_bound_kernel(
+    code_ptr,  # [rows, HEADS, 128] u8
+    weight_ptr,  # [rows, HEADS] f32
+    norm_ptr,  # [rows, HEADS] f64
+    error_ptr,  # [rows, HEADS] f64
+    head_ptr,  # [rows, SLOTS] i32, -1 for an unused slot; slots COLUMNS - 1 .. are unused
+    share_ptr,  # [rows, HEADS] f32, weight of an omitted head, else 0
+    multiplier_ptr,  # [rows, HEADS] f32, lambda of an aggregated head, else 0
+    projection_ptr,  # [rows, HEADS, SLOTS] f32
+    linear_ptr,  # [rows] i32, 1 if slot COLUMNS - 2 is the linear column
+    column_ptr,  # [rows, COLUMNS, 128] e4m3
+    column_code_ptr,  # the same memory as u8
+    coefficient_ptr,  # [rows, COLUMNS] f32
+    slack_ptr,  # [rows] f32
+    magnitude_ptr,  # [rows] i32, 1 if the row's numbers are too large
+    HEADS: tl.constexpr,
+    SLOTS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    depth = tl.arange(0, 128)
+    heads = row * HEADS + tl.arange(0, HEADS)
+    x = decode(tl.load(code_ptr + heads[:, None] * 128 + depth[None, :]))
+    weight = tl.load(weight_ptr + heads)
+    finite = (weight == weight) & (tl.abs(weight) < float("inf"))
+    w = tl.where(finite, weight, 0.0).to(tl.float64)
+    norm = tl.load(norm_ptr + heads)
+    error = tl.load(error_ptr + heads)
+    share = tl.load(share_ptr + heads).to(tl.float64)
+    multiplier = tl.load(multiplier_ptr + heads).to(tl.float64)
+    needs_linear = tl.load(linear_ptr + row) != 0
+
+    # Retained heads one by one: their column, their coefficient, and their part of every projection.
+    residual = x
+    zero = tl.sum(share * 0.0, axis=0)
+    column_sum = zero
+    projected_dot = zero
+    projected_magnitude = zero
+    for slot in range(COLUMNS - 1):
+        head = tl.load(head_ptr + row * SLOTS + slot)
+        used = head >= 0
+        place = row * HEADS + tl.maximum(head, 0)
+        code = tl.load(code_ptr + place * 128 + depth)
+        # The linear column's slot is written below, by other threads perhaps.
+        here = (slot < COLUMNS - 2) | (needs_linear == 0)
+        tl.store(
+            column_code_ptr + (row * COLUMNS + slot) * 128 + depth, tl.where(used, code, 0).to(tl.uint8), mask=here
+        )
+        a = tl.load(projection_ptr + heads * SLOTS + slot).to(tl.float64)
+        a = tl.where(used, a, 0.0)
+        residual -= a[:, None] * decode(code)[None, :]
+        projected = tl.sum(share * a, axis=0)
+        own_weight = tl.load(weight_ptr + place)
+        own_finite = (own_weight == own_weight) & (tl.abs(own_weight) < float("inf"))
+        own = tl.where(used & own_finite, own_weight, 0.0).to(tl.float64)
+        coefficient = round_up(own + projected)
+        tl.store(coefficient_ptr + row * COLUMNS + slot, coefficient, mask=here)
+        own_error = tl.load(error_ptr + place)
+        own_magnitude = tl.load(norm_ptr + place) + own_error
+        column_sum += tl.abs(coefficient.to(tl.float64)) * own_magnitude
+        projected_dot += projected * own_error
+        projected_magnitude += projected * own_magnitude
+
+    residual = share[:, None] * residual
+    gram = tl.dot(residual, tl.trans(residual), out_dtype=tl.float64)
+    rho = tl.sqrt(tl.sum(tl.sum(tl.abs(gram), axis=1), axis=0)) / 2.0
+    linear_y, linear_value, linear_scale, linear_rounding = _round_to_fp8(tl.sum(residual, axis=0) / 2.0)
+    linear_magnitude, linear_error = _synthetic_terms(linear_value)
+    aggregate_y, aggregate_value, aggregate_scale, aggregate_rounding = _round_to_fp8(
+        tl.sum(multiplier[:, None] * x, axis=0)
+    )
+    aggregate_magnitude, aggregate_error = _synthetic_terms(aggregate_value)
+    last = row * COLUMNS + COLUMNS - 1
+    tl.store(column_ptr + last * 128 + depth, aggregate_y)
+    tl.store(coefficient_ptr + last, (-aggregate_scale).to(tl.float32))
+    column_sum += aggregate_scale * aggregate_magnitude
+    # Without an omitted head the residual is zero, and so are the linear column's terms; its slot may hold a head.
+    if needs_linear:
+        tl.store(column_ptr + (last - 1) * 128 + depth, linear_y)
+        tl.store(coefficient_ptr + last - 1, linear_scale.to(tl.float32))
+        column_sum += linear_scale * linear_magnitude
+
+    head_sum = tl.sum(tl.abs(w) * (norm + error), axis=0)
+    terms = (
+        rho
+        + tl.sum(share * error, axis=0)
+        + projected_dot
+        + tl.sum(multiplier * error, axis=0)
+        + linear_scale * linear_error
+        + aggregate_scale * aggregate_error
+        + linear_rounding
+        + aggregate_rounding
+        + _HEAD_ULPS * head_sum
+    )
+    terms += _BOUND_ULPS * (column_sum + terms)
+    terms += _FLOAT64_SLACK * (head_sum + column_sum + terms + projected_magnitude)
+    slack = round_up((terms + _FLOOR) * _OUTWARD)
+    tl.store(slack_ptr + row, slack)
+    total = head_sum + column_sum + slack.to(tl.float64)
+    # "not at most": a NaN total is too large as well.
+    tl.store(magnitude_ptr + row, ((total <= _MAGNITUDE_MAX) == 0).to(tl.int32))
+
+
+def launch_row_bound(
+    code, weights, norm, error, head, share, multiplier, projection, linear, columns: int, out
+) -> None:
+    """Write the bound of each row.
+
+    Args:
+        code: ``[rows, num_heads, 128]`` uint8 E4M3 codes, contiguous.
+        weights: ``[rows, num_heads]`` float32.
+        norm, error: ``[rows, num_heads]`` float64, from ``launch_head_terms``.
+        head: ``[rows, slots]`` int32, retained head per slot, -1 for an unused one.
+        share, multiplier: ``[rows, num_heads]`` float32: weights of omitted heads, multipliers of aggregated ones.
+        projection: ``[rows, num_heads, slots]`` float32, from ``launch_project``.
+        linear: ``[rows]`` int32, 1 where slot ``columns - 2`` is the linear column.
+        columns: M, at most ``slots + 1``; the last one is the aggregate.
+        out: (columns ``[rows, M, 128]`` float8_e4m3fn, coefficients ``[rows, M]`` float32, slack ``[rows]`` float32,
+            too_large ``[rows]`` int32), written.
+
+    Exactness: enclosure. Source: ``docs/bound.md``.
+    """
+    rows, heads, _ = code.shape
+    column, coefficient, slack, too_large = out
+    _row_bound_kernel[(rows,)](
+        code, weights, norm, error, head, share, multiplier, projection, linear,
+        column, column.view(code.dtype), coefficient, slack, too_large,
+        HEADS=heads, SLOTS=head.shape[1], COLUMNS=columns, num_warps=8,
+    )  # fmt: skip
