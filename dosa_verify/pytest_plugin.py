@@ -54,7 +54,7 @@ def assert_exact_topk(
     import numpy as np
 
     from dosa_ref.trace import LogitsProblem
-    from dosa_verify.fuzz.logits_runner import judge
+    from dosa_verify.fuzz.judge import judge
     from dosa_verify.targets.logits import Promise as DefaultPromise
 
     rows, found = _numpy(logits), _numpy(indices)

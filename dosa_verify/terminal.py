@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from dosa_verify.audit.accumulation import AccumulationReport
     from dosa_verify.audit.fp8 import AuditReport
     from dosa_verify.audit.scorer import ScorerReport
-    from dosa_verify.fuzz.runner import Failure, FuzzReport
+    from dosa_verify.fuzz.report import Failure, FuzzReport
     from dosa_verify.proving import ProveReport
     from dosa_verify.selection import CheckReport, SelectReport
     from dosa_verify.verify import VerifyReport

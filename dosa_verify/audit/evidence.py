@@ -50,9 +50,9 @@ def this_command(arguments: Sequence[str] | None = None) -> str:
     for word in words:
         if skip:
             skip = False
-        elif word in ("--out", "--commit"):
+        elif word in ("--out", "--record", "--commit"):
             skip = True
-        elif not word.startswith(("--out=", "--commit=")):
+        elif not word.startswith(("--out=", "--record=", "--commit=")):
             kept.append(word)
     return " ".join(["dosa", *kept])
 

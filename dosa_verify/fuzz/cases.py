@@ -85,6 +85,22 @@ class Windows(enum.Enum):
     """Independent starts and ends, none aligned to any block."""
     SHORT = "short"
     """Lengths around the edges: 0, 1, K - 1, K, K + 1, 2 K."""
+    INVERTED = "inverted"
+    """Every second row ends before it starts, and so is empty."""
+
+
+class Hints(enum.Enum):
+    """What the target is told about likely winners; the selection must not depend on it."""
+
+    NONE = "none"
+    LIKELY = "likely"
+    """The best keys of one row by its plain float32 scores, as a preceding query's winners would be."""
+    RANDOM = "random"
+    """Any keys, some twice."""
+    ONE = "one"
+    """One key, many times."""
+    OUTSIDE = "outside"
+    """Columns below 0 and beyond the last key, the ends of int32 among them, and a few keys."""
 
 
 class Special(enum.Enum):
@@ -122,6 +138,8 @@ class Case:
         strided: hand the target tensors that are not contiguous.
         columns: dot columns of the bound pass.
         survivor_capacity: entries of the survivor buffer, small enough to overflow, or None.
+        tight_workspace: allow no more memory than is needed.
+        hints: what is said about likely winners.
     """
 
     seed: int = 0
@@ -137,6 +155,8 @@ class Case:
     strided: bool = False
     columns: int = 8
     survivor_capacity: int | None = None
+    tight_workspace: bool = False
+    hints: Hints = Hints.NONE
 
     def to_json(self) -> dict[str, object]:
         """Return the descriptor as plain JSON values."""
@@ -166,7 +186,13 @@ def case_from_json(plain: object) -> Case:
     """
     if not isinstance(plain, dict):
         raise InvalidProblem("case", type(plain).__name__, "a JSON object")
-    kinds: dict[str, type[enum.Enum]] = {"values": Values, "weights": Weights, "scales": Scales, "windows": Windows}
+    kinds: dict[str, type[enum.Enum]] = {
+        "values": Values,
+        "weights": Weights,
+        "scales": Scales,
+        "windows": Windows,
+        "hints": Hints,
+    }
     known = {field.name for field in dataclasses.fields(Case)}
     fields: dict[str, object] = {}
     for name, value in plain.items():
@@ -177,7 +203,7 @@ def case_from_json(plain: object) -> Case:
                 fields[name] = kinds[name](value)
             elif name == "specials":
                 fields[name] = tuple(Special(item) for item in value)
-            elif name == "strided":
+            elif name in ("strided", "tight_workspace"):
                 fields[name] = bool(value)
             else:
                 fields[name] = None if value is None else int(value)
@@ -203,7 +229,7 @@ def build(case: Case) -> PrefillProblem:
     q, k = _values(case, random)
     weights = _weights(case, random)
     k_scale = _scales(case, random)
-    ks, ke = _windows(case, random)
+    ks, ke = draw_windows(case, random)
     for special in case.specials:
         _plant(special, random, q=q, k=k, k_scale=k_scale, weights=weights, ks=ks, ke=ke)
     return PrefillProblem(
@@ -301,7 +327,8 @@ def _scales(case: Case, random: np.random.Generator) -> Floats:
             return np.exp2(random.uniform(-148, 60, case.keys)).astype(np.float32)
 
 
-def _windows(case: Case, random: np.random.Generator) -> tuple[Ints, Ints]:
+def draw_windows(case: Case, random: np.random.Generator) -> tuple[Ints, Ints]:
+    """Return a start and an end per row, int32, for a case's ``rows``, ``keys``, ``topk`` and ``windows``."""
     match case.windows:
         case Windows.FULL:
             ks = np.zeros(case.rows, np.int64)
@@ -317,6 +344,10 @@ def _windows(case: Case, random: np.random.Generator) -> tuple[Ints, Ints]:
             length = np.clip(lengths[np.arange(case.rows) % len(lengths)], 0, case.keys)
             ks = random.integers(0, case.keys - length + 1)
             ke = ks + length
+        case Windows.INVERTED:
+            ends = np.sort(random.integers(0, case.keys + 1, (case.rows, 2)), axis=1)
+            ends[::2] = ends[::2, ::-1].copy()
+            ks, ke = ends[:, 0], ends[:, 1]
     return np.asarray(ks, np.int32).reshape(case.rows), np.asarray(ke, np.int32).reshape(case.rows)
 
 
@@ -364,3 +395,35 @@ def _plant(
                 visible[start:end] = True
             k[~visible] = NAN_CODE
             k_scale[~visible] = np.inf
+
+
+def draw_hints(kind: Hints, problem: PrefillProblem, seed: int) -> tuple[int, ...] | None:
+    """Return key columns for a target's hint.
+
+    Args:
+        kind: how right they are.
+        problem: what the hint is about.
+        seed: of the random ones.
+
+    Exactness: heuristic; a hint may be anything.
+    """
+    random = np.random.Generator(np.random.PCG64(seed))
+    keys = problem.seq_len_kv
+    count = min(keys, 2 * problem.topk)
+    match kind:
+        case Hints.NONE:
+            return None
+        case Hints.LIKELY:
+            if problem.seq_len == 0:
+                return ()
+            with np.errstate(all="ignore"):
+                dots = problem.q[0].astype(np.float32) @ problem.k.astype(np.float32).T
+                score = problem.k_scale * (problem.weights[0] @ np.maximum(dots, 0))
+            return tuple(np.argsort(-score, kind="stable")[:count].tolist())
+        case Hints.RANDOM:
+            return tuple(random.integers(0, keys, count).tolist()) if keys else ()
+        case Hints.ONE:
+            return (keys // 2,) * count
+        case Hints.OUTSIDE:
+            ends = (-1, keys, keys + 1, -(2**31), 2**31 - 1)
+            return (*ends, *range(min(keys, 3)), *ends)

@@ -258,11 +258,12 @@ def case_from_json(plain: object) -> LogitsCase:
     return LogitsCase(**fields)
 
 
-def directed_cases(topk: int) -> Iterator[LogitsCase]:
+def directed_cases(topk: int, *, long: tuple[int, ...] = ()) -> Iterator[LogitsCase]:
     """Yield one case for each thing that must not depend on luck.
 
     Args:
         topk: columns to select in most of them.
+        long: lengths of long rows; each gets one of every kind of score.
     """
     n = 8 * topk + 13
     change = dataclasses.replace
@@ -280,6 +281,10 @@ def directed_cases(topk: int) -> Iterator[LogitsCase]:
     # Longer than the candidate buffers and the tiles in use: everything in one coarse bin.
     yield change(base, seed=7, rows=1, columns=9001, scores=Scores.HALF_BIN)
     yield change(base, seed=8, rows=1, columns=9001, scores=Scores.EQUAL_22)
+    for columns in long:
+        for scores in Scores:
+            yield change(base, seed=9, rows=1, columns=columns, scores=scores)
+            yield change(base, seed=10, rows=2, columns=columns, scores=scores, windows=RowWindows.RAGGED)
 
 
 def logits_cases(

@@ -14,119 +14,23 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
-from dosa_ref.formats import float_evidence
-from dosa_ref.select import exact_topk
-from dosa_ref.spec import PAD_INDEX, BackendUnavailable, DosaError, InvalidProblem
+from dosa_ref.spec import BackendUnavailable, DosaError, InvalidProblem
 from dosa_ref.trace import LogitsProblem, load_logits, save_logits
+from dosa_verify.fuzz.judge import VARIANT, judge, pick, served_rows
 from dosa_verify.fuzz.logits import LogitsCase, build, case_from_json, directed_cases, logits_cases
-from dosa_verify.fuzz.runner import Failure, Fault, FuzzReport, Mismatch, load_strategies, search
+from dosa_verify.fuzz.report import Failure, Fault, FuzzReport, Mismatch
+from dosa_verify.fuzz.runner import load_strategies, search
 from dosa_verify.targets import logits as targets
 from dosa_verify.targets.dosa import Device
-from dosa_verify.targets.logits import CanaryOverwritten, LogitsTarget, NaNs, Order, Promise, Ties
+from dosa_verify.targets.logits import CanaryOverwritten, LogitsTarget, NaNs, Promise
 
 DEFAULT_EXAMPLES = 200
 TIMEOUT_S = 60.0
 """A case in a process of its own that takes longer has hung."""
-VARIANT = "topk"
 MARGIN = 3
 """Rows of canaries before and behind the input."""
 CANARY = np.uint32(0xDEADBEEF)
-
-
-def judge(problem: LogitsProblem, indices: object, promise: Promise) -> Mismatch | None:
-    """Judge an answer by a promise.
-
-    Args:
-        problem: the rows.
-        indices: the answer, int32 ``[rows, topk]``.
-        promise: what the target promises.
-
-    Returns:
-        The first fault by row, or None.
-
-    Exactness: exact; scores are compared as numbers (-0.0 equals 0.0), never with a tolerance.
-
-    Special values: with ``NaNs.UNDEFINED`` a row with a NaN must only have valid, distinct indices.
-    """
-    shape = (len(problem.logits), problem.topk)
-    if not isinstance(indices, np.ndarray) or indices.dtype != np.int32 or indices.shape != shape:
-        got = f"{indices.dtype} {list(indices.shape)}" if isinstance(indices, np.ndarray) else type(indices).__name__
-        evidence = {"got": got, "expected": f"int32 {list(shape)}"}
-        return Mismatch(variant=VARIANT, fault=Fault.WRONG_SHAPE, evidence=evidence)
-    for row in range(len(problem.logits)):
-        found = _judge_row(problem, row, indices[row].astype(np.int64), promise)
-        if found is not None:
-            fault, evidence = found
-            return Mismatch(variant=VARIANT, fault=fault, row=row, evidence=evidence)
-    return None
-
-
-def _judge_row(
-    problem: LogitsProblem, row: int, columns: npt.NDArray[np.int64], promise: Promise
-) -> tuple[Fault, dict[str, Any]] | None:
-    start, end = problem.window(row)
-    scores = problem.logits[row, start:end]
-    outside = (columns != PAD_INDEX) & ((columns < start) | (columns >= end))
-    if outside.any():
-        place = int(np.argmax(outside))
-        return Fault.INVALID_INDEX, {"place": place, "index": int(columns[place]), "window": [start, end]}
-    filled = columns != PAD_INDEX
-    chosen = columns[filled] - start
-    values, counts = np.unique(chosen, return_counts=True)
-    if (counts > 1).any():
-        return Fault.DUPLICATE, {"index": int(values[np.argmax(counts > 1)]) + start}
-    if promise.nans is NaNs.UNDEFINED and np.isnan(scores).any():
-        return None
-    best = exact_topk(scores, problem.topk)
-    best = best[best != PAD_INDEX].astype(np.int64)
-    if len(chosen) != len(best):
-        return Fault.WRONG_COUNT, {"selected": len(chosen), "expected": len(best)}
-    missing, extra = np.setdiff1d(best, chosen), np.setdiff1d(chosen, best)
-    by_score = np.array_equal(np.sort(scores[chosen]), np.sort(scores[best]))
-    if missing.size and (promise.ties is Ties.LOWEST_INDEX or not by_score):
-        return Fault.WRONG_SET, {
-            "missing": int(missing[0]) + start,
-            "missing_score": float_evidence(scores[missing[0]]),
-            "instead": int(extra[0]) + start,
-            "instead_score": float_evidence(scores[extra[0]]),
-            "differing": int(missing.size),
-        }
-    in_order = filled[: len(chosen)].all()
-    if promise.order is Order.ASCENDING_INDEX:
-        in_order = in_order and (np.diff(chosen) > 0).all()
-    if promise.order is Order.DESCENDING_SCORE:
-        ordered = scores[chosen]
-        in_order = in_order and (ordered[1:] <= ordered[:-1]).all()
-    if not in_order:
-        return Fault.WRONG_ORDER, {"indices": columns[:32].tolist(), "order": promise.order.value}
-    return None
-
-
-def _pick(problem: LogitsProblem, rows: npt.NDArray[np.bool_]) -> LogitsProblem:
-    return LogitsProblem(
-        logits=problem.logits[rows],
-        row_start=problem.row_start[rows],
-        row_end=problem.row_end[rows],
-        topk=problem.topk,
-    )
-
-
-def served_rows(problem: LogitsProblem, promise: Promise) -> npt.NDArray[np.bool_]:
-    """Say which rows are inside the limits of a promise, bool ``[rows]``."""
-    served = np.ones(len(problem.logits), bool)
-    if problem.topk < promise.min_topk or (promise.max_topk is not None and problem.topk > promise.max_topk):
-        return ~served
-    for row in range(len(served)):
-        start, end = problem.window(row)
-        length = end - start
-        served[row] = (
-            (promise.short_rows or length >= problem.topk)
-            and (promise.max_row_length is None or length <= promise.max_row_length)
-            and (promise.infinities or not np.isinf(problem.logits[row, start:end]).any())
-        )
-    return served
 
 
 def check_logits(target: LogitsTarget, problem: LogitsProblem) -> Mismatch | None:
@@ -144,16 +48,16 @@ def check_logits(target: LogitsTarget, problem: LogitsProblem) -> Mismatch | Non
     """
     promise = target.promise
     served = served_rows(problem, promise)
-    if not served.any() and len(served):
+    if not served.any() and (len(served) or not promise.no_rows):
         return None
-    problem = _pick(problem, served)
+    problem = pick(problem, served)
     has_nan = np.zeros(len(problem.logits), bool)
     if promise.nans is NaNs.REJECT:
         for row in range(len(has_nan)):
             start, end = problem.window(row)
             has_nan[row] = bool(np.isnan(problem.logits[row, start:end]).any())
-    parts = [(_pick(problem, ~has_nan), False)] if not has_nan.all() or not len(has_nan) else []
-    parts += [(_pick(problem, has_nan), True)] if has_nan.any() else []
+    parts = [(pick(problem, ~has_nan), False)] if not has_nan.all() or not len(has_nan) else []
+    parts += [(pick(problem, has_nan), True)] if has_nan.any() else []
     for part, must_refuse in parts:
         calls = [part] if promise.windows or _whole_rows(part) else list(_single_rows(part))
         for call in calls:
@@ -226,9 +130,9 @@ class Checker(Protocol):
         """Return the first fault, or None."""
 
 
-def _serve(pipe: Connection, name: str, device: Device) -> None:
+def _serve(pipe: Connection, name: str, device: Device, waived: Sequence[str]) -> None:
     """Body of the process that holds a target: problems in, mismatches out."""
-    target = targets.make(name, device)
+    target = targets.make(name, device, waived)
     while True:
         try:
             problem = pipe.recv()
@@ -244,10 +148,11 @@ class IsolatedChecker:
         name: name of the target, as for `dosa_verify.targets.logits.make`.
         device: where it runs.
         timeout_s: a case that takes longer has hung.
+        waived: items of its promise that do not count.
     """
 
-    def __init__(self, name: str, device: Device, timeout_s: float = TIMEOUT_S) -> None:
-        self._name, self._device, self._timeout_s = name, device, timeout_s
+    def __init__(self, name: str, device: Device, timeout_s: float = TIMEOUT_S, *, waived: Sequence[str] = ()) -> None:
+        self._name, self._device, self._timeout_s, self._waived = name, device, timeout_s, waived
         self._context = multiprocessing.get_context("spawn")
         self._process: Any = None
         self._pipe: Connection | None = None
@@ -256,7 +161,9 @@ class IsolatedChecker:
         """Run one problem; see `check_logits`."""
         if self._pipe is None:
             self._pipe, theirs = self._context.Pipe()
-            self._process = self._context.Process(target=_serve, args=(theirs, self._name, self._device), daemon=True)
+            self._process = self._context.Process(
+                target=_serve, args=(theirs, self._name, self._device, self._waived), daemon=True
+            )
             self._process.start()
             theirs.close()
         try:
@@ -298,6 +205,7 @@ def run(
     folder: Path = Path(),
     command: str = "dosa fuzz",
     directed: bool = True,
+    long: tuple[int, ...] = (),
     on_progress: Callable[[int, int], None] | None = None,
 ) -> FuzzReport:
     """Fuzz a top-K kernel.
@@ -311,6 +219,7 @@ def run(
         folder: where a failing case is saved.
         command: beginning of the reproducer.
         directed: run `directed_cases` first.
+        long: lengths of long rows among these.
         on_progress: called with (cases done, cases planned).
 
     Returns:
@@ -322,19 +231,22 @@ def run(
     started = time.monotonic()
     check_one: Checker = checker or (lambda problem: check_logits(target, problem))
     least, most, usual = _sizes(target.promise)
-    planned = list(directed_cases(usual)) if directed else []
+    planned = list(directed_cases(usual, long=long)) if directed else []
     total = len(planned) + examples
-    cases = rows = directed_run = 0
+    cases = calls = rows = directed_run = 0
     features: collections.Counter[str] = collections.Counter()
 
     def over_budget() -> bool:
         return budget_s is not None and time.monotonic() - started > budget_s
 
     def check(case: LogitsCase) -> Mismatch | None:
-        nonlocal cases, rows
+        nonlocal cases, calls, rows
         problem = build(case)
         cases += 1
-        rows += int(served_rows(problem, target.promise).sum())
+        served = int(served_rows(problem, target.promise).sum())
+        rows += served
+        calls += served > 0
+        features["without_a_served_row"] += served == 0
         for kind in (case.scores, case.windows, *case.planted):
             features[f"{type(kind).__name__.lower()}.{kind.value}"] += 1
         mismatch = check_one(problem)
@@ -377,6 +289,7 @@ def run(
         examples=examples,
         directed=directed_run,
         cases=cases,
+        calls=calls,
         rows=rows,
         rows_pruned=0,
         fallback={},
@@ -454,6 +367,7 @@ def replay(
         examples=0,
         directed=0,
         cases=1,
+        calls=1,
         rows=int(served_rows(problem, target.promise).sum()),
         rows_pruned=0,
         fallback={},

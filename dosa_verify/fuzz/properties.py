@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from dosa_ref.problem import PrefillProblem
 from dosa_ref.select import exact_topk
-from dosa_ref.spec import PAD_INDEX
-from dosa_verify.fuzz.runner import Fault, Mismatch
+from dosa_ref.spec import PAD_INDEX, BackendUnavailable, UnprovedBound
+from dosa_verify.fuzz.report import Fault, Mismatch
 from dosa_verify.targets.base import RunOptions, Target, TargetResult
 
 Ask = Callable[[PrefillProblem], TargetResult]
@@ -208,7 +208,13 @@ def check_properties(
 
     first = ask(problem)
     for name in names:
-        mismatch = PROPERTIES[name](problem, first, ask, np.random.default_rng(seed))
+        try:
+            mismatch = PROPERTIES[name](problem, first, ask, np.random.default_rng(seed))
+        except (UnprovedBound, BackendUnavailable):
+            raise
+        except Exception as error:  # noqa: BLE001 - the first problem was served, so whatever is raised is the finding
+            evidence = {"property": name, "error": type(error).__name__, "message": str(error)}
+            mismatch = Mismatch(variant=name, fault=Fault.CRASHED, evidence=evidence)
         if mismatch is not None:
             return mismatch
     return None

@@ -6,9 +6,7 @@ rows: one wrong bit in one row is a counterexample.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import enum
 import hashlib
 import importlib
 import json
@@ -23,170 +21,36 @@ import numpy.typing as npt
 
 from dosa_ref.formats import float_evidence
 from dosa_ref.problem import PrefillProblem
+from dosa_ref.scorer import score_row
 from dosa_ref.select import select_dense
 from dosa_ref.spec import BackendUnavailable, Contract, DosaError, Fallback, InvalidProblem, UnprovedBound
-from dosa_ref.trace import load_trace, save_trace
-from dosa_verify.fuzz.cases import Case, Scales, Special, Values, Weights, Windows, build, case_from_json
-from dosa_verify.fuzz.logits import LogitsCase
+from dosa_ref.trace import LogitsProblem, load_trace, save_trace
+from dosa_verify.fuzz.cases import (
+    Case,
+    Hints,
+    Scales,
+    Special,
+    Values,
+    Weights,
+    Windows,
+    build,
+    case_from_json,
+    draw_hints,
+)
+from dosa_verify.fuzz.judge import judge, pick, served_rows
+from dosa_verify.fuzz.properties import PROPERTIES, check_properties
+from dosa_verify.fuzz.report import Failure, Fault, FuzzReport, Mismatch, Tally
 from dosa_verify.targets.base import RunOptions, Target, TargetResult
+from dosa_verify.targets.logits import NaNs, Promise, Ties
 
 if TYPE_CHECKING:
     from hypothesis.strategies import SearchStrategy
 
 AnyCase = TypeVar("AnyCase")
 
-SCHEMA = "dosa.fuzz/1"
 DEFAULT_EXAMPLES = 40
 SHRINK_SECONDS = 90.0
 """Shrinking stops after this long; the smallest failing case so far is reported."""
-
-
-class Fault(enum.Enum):
-    """What was wrong with a target's answer."""
-
-    WRONG_INDEX = "wrong_index"
-    WRONG_SCORE = "wrong_score"
-    WRONG_SHAPE = "wrong_shape"
-    REFUSED = "refused"
-    """The target raised one of this project's errors on a valid problem."""
-    CRASHED = "crashed"
-    """The target raised something else."""
-    UNSOUND = "unsound"
-    """The answer is right, but only after the target noticed that its own bound had pruned a winner."""
-    INVALID_INDEX = "invalid_index"
-    """An index that is neither -1 nor in the row's window."""
-    DUPLICATE = "duplicate"
-    WRONG_COUNT = "wrong_count"
-    """Not as many keys as the row has, up to ``topk``."""
-    WRONG_SET = "wrong_set"
-    """Other keys, or other scores where the target promises no tie rule."""
-    WRONG_ORDER = "wrong_order"
-    NONDETERMINISTIC = "nondeterministic"
-    """Another answer on a second call."""
-    ACCEPTED_NAN = "accepted_nan"
-    """A target that promises to refuse NaN did not."""
-    OVERWRITTEN = "overwritten"
-    """The input, or memory beside input or output, was written."""
-    DIED = "died"
-    """The process ended: a signal, an illegal access."""
-    HUNG = "hung"
-    """No answer in time; the process was ended."""
-    PROPERTY = "property"
-    """Two answers of the target that must agree do not."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Mismatch:
-    """The first place where a variant differs from the reference.
-
-    Attributes:
-        variant: which way of running the target.
-        fault: what kind of difference.
-        row: the row, or None where the fault is not one row's.
-        place: position in the row's output, or None.
-        evidence: got and expected; floats as bits and decimal.
-    """
-
-    variant: str
-    fault: Fault
-    row: int | None = None
-    place: int | None = None
-    evidence: Mapping[str, Any]
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Failure:
-    """A counterexample.
-
-    Attributes:
-        case: the smallest failing descriptor that was found; None for a replayed trace that has none.
-        mismatch: what was wrong there.
-        file: trace file that holds the case.
-        reproducer: command that shows the mismatch again.
-    """
-
-    case: Case | LogitsCase | None
-    mismatch: Mismatch
-    file: str
-    reproducer: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class FuzzReport:
-    """What a run did.
-
-    Attributes:
-        target: name of the target.
-        variants: the ways it was run; each case ran all of them.
-        seed: seed of the search.
-        examples: cases asked for beyond the directed ones.
-        directed: directed cases run.
-        cases: distinct cases run, directed ones included, cases of the shrinker not.
-        rows: rows compared, over all cases and variants.
-        rows_pruned: of these, rows in which the bound pass decided something.
-        fallback: reason -> rows that took it.
-        features: input kind -> cases that had it.
-        time_s: seconds.
-        budget_spent: whether the time budget ended the search early.
-        failure: the counterexample, or None.
-        promise: by what a top-K kernel was judged; None for whole selections, which must give every index and bit.
-    """
-
-    target: str
-    variants: tuple[str, ...]
-    seed: int
-    examples: int
-    directed: int
-    cases: int
-    rows: int
-    rows_pruned: int
-    fallback: Mapping[str, int]
-    features: Mapping[str, int]
-    time_s: float
-    budget_spent: bool
-    failure: Failure | None
-    promise: Mapping[str, object] | None = None
-
-    @property
-    def outcome(self) -> str:
-        """``exact`` or ``counterexample``; ``undecided`` if the budget let no case run."""
-        if self.failure is not None:
-            return "counterexample"
-        return "exact" if self.cases else "undecided"
-
-    def to_json(self) -> dict[str, object]:
-        """Return the report as JSON values, schema ``dosa.fuzz/1``."""
-        failure = None
-        if self.failure is not None:
-            mismatch = self.failure.mismatch
-            failure = {
-                "case": None if self.failure.case is None else self.failure.case.to_json(),
-                "variant": mismatch.variant,
-                "fault": mismatch.fault.value,
-                "row": mismatch.row,
-                "place": mismatch.place,
-                "evidence": dict(mismatch.evidence),
-                "file": self.failure.file,
-                "reproducer": self.failure.reproducer,
-            }
-        return {
-            "schema": SCHEMA,
-            "outcome": self.outcome,
-            "target": self.target,
-            "variants": list(self.variants),
-            "seed": self.seed,
-            "examples": self.examples,
-            "directed": self.directed,
-            "cases": self.cases,
-            "rows": self.rows,
-            "rows_pruned": self.rows_pruned,
-            "fallback": dict(self.fallback),
-            "features": dict(self.features),
-            "time_s": self.time_s,
-            "budget_spent": self.budget_spent,
-            "failure": failure,
-            "promise": None if self.promise is None else dict(self.promise),
-        }
 
 
 def directed_cases() -> Iterator[Case]:
@@ -212,6 +76,10 @@ def directed_cases() -> Iterator[Case]:
     # Survivors beyond the buffer, and a tie that no buffer holds.
     yield change(base, seed=9, values=Values.NORMAL, keys=600, topk=8, columns=8, survivor_capacity=16)
     yield change(base, seed=10, values=Values.CONSTANT, keys=600, topk=8, survivor_capacity=16)
+    yield change(base, seed=9, values=Values.LEARNED, keys=600, topk=8, tight_workspace=True)
+    for hints in Hints:
+        if hints is not Hints.NONE:
+            yield change(base, seed=18, windows=Windows.INVERTED, hints=hints)
     yield change(base, seed=11, num_heads=64, windows=Windows.RAGGED, columns=32)
     yield change(base, seed=12, num_heads=20)
     # More rows than the first block holds, then more keys than one chunk, none a multiple of any block.
@@ -274,31 +142,6 @@ def compare(
     return None
 
 
-@dataclasses.dataclass(slots=True)
-class _Tally:
-    """Counts over a run."""
-
-    cases: int = 0
-    rows: int = 0
-    rows_pruned: int = 0
-    fallback: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-    features: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
-
-    def add(self, result: TargetResult) -> None:
-        self.rows += len(result.topk_indices)
-        self.rows_pruned += sum(result.row_pruned)
-        for reason, rows in result.fallback.items():
-            self.fallback[reason] += len(rows)
-
-    def describe(self, case: Case) -> None:
-        self.cases += 1
-        for kind in (case.values, case.weights, case.scales, case.windows, *case.specials):
-            self.features[f"{type(kind).__name__.lower()}.{kind.value}"] += 1
-        self.features[f"num_heads.{case.num_heads}"] += 1
-        if case.strided:
-            self.features["strided"] += 1
-
-
 def check_problem(
     target: Target,
     problem: PrefillProblem,
@@ -319,22 +162,89 @@ def check_problem(
     Raises:
         UnprovedBound, BackendUnavailable: the target cannot run at all here; nothing was decided.
     """
+    promise: Promise | None = getattr(target, "promise", None)
+    if promise is not None:
+        return _check_promise(target, promise, problem, options, on_result)
     expected = select_dense(problem, Contract.SM90)
     for variant in target.variants:
-        try:
-            result = target.select(problem, variant, options)
-        except (UnprovedBound, BackendUnavailable):
-            raise
-        except Exception as error:  # noqa: BLE001 - whatever a target under test raises on a valid problem is the finding
-            fault = Fault.REFUSED if isinstance(error, DosaError) else Fault.CRASHED
-            return Mismatch(
-                variant=variant, fault=fault, evidence={"error": type(error).__name__, "message": str(error)}
-            )
-        if on_result is not None:
-            on_result(result)
-        mismatch = compare(result, expected.topk_indices, expected.scores, variant) or _unsound(result, variant)
+        mismatch = check_call(target, problem, variant, options, expected.topk_indices, expected.scores, on_result)
         if mismatch is not None:
             return mismatch
+    return None
+
+
+def check_call(
+    target: Target,
+    problem: PrefillProblem,
+    variant: str,
+    options: RunOptions,
+    indices: npt.NDArray[np.int32],
+    scores: npt.NDArray[np.float32],
+    on_result: Callable[[TargetResult], None] | None = None,
+) -> Mismatch | None:
+    """Run one variant of a target on a problem and compare it with what is right.
+
+    Args:
+        target: what is tested.
+        problem: the input.
+        variant: which way.
+        options: buffer sizes and layout.
+        indices: the right int32 ``[rows, topk]``.
+        scores: the right float32 ``[rows, topk]``.
+        on_result: called with the answer.
+
+    Returns:
+        The mismatch, or None.
+
+    Raises:
+        UnprovedBound, BackendUnavailable: the target cannot run at all here; nothing was decided.
+    """
+    result = _ask(target, problem, variant, options)
+    if isinstance(result, Mismatch):
+        return result
+    if on_result is not None:
+        on_result(result)
+    return compare(result, indices, scores, variant) or _unsound(result, variant)
+
+
+def _ask(target: Target, problem: PrefillProblem, variant: str, options: RunOptions) -> TargetResult | Mismatch:
+    """The answer of a target, or the mismatch that it raised an error."""
+    try:
+        return target.select(problem, variant, options)
+    except (UnprovedBound, BackendUnavailable):
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a target under test raises on a valid problem is the finding
+        fault = Fault.REFUSED if isinstance(error, DosaError) else Fault.CRASHED
+        return Mismatch(variant=variant, fault=fault, evidence={"error": type(error).__name__, "message": str(error)})
+
+
+def _check_promise(
+    target: Target,
+    promise: Promise,
+    problem: PrefillProblem,
+    options: RunOptions,
+    on_result: Callable[[TargetResult], None] | None,
+) -> Mismatch | None:
+    """Judge the indices of a target by its promise, on the reference's scores of the rows that it serves."""
+    logits = np.full((problem.seq_len, problem.seq_len_kv), np.nan, np.float32)
+    for row in range(problem.seq_len):
+        start, end = problem.window(row)
+        logits[row, start:end] = score_row(problem, row, Contract.SM90)
+    scored = LogitsProblem(
+        logits=logits, row_start=problem.cu_seqlen_ks, row_end=problem.cu_seqlen_ke, topk=problem.topk
+    )
+    served = served_rows(scored, promise)
+    if not served.any():
+        return None
+    for variant in target.variants:
+        result = _ask(target, problem, variant, options)
+        if isinstance(result, Mismatch):
+            return result
+        if on_result is not None:
+            on_result(result)
+        mismatch = judge(pick(scored, served), result.topk_indices[served], promise)
+        if mismatch is not None:
+            return dataclasses.replace(mismatch, variant=variant)
     return None
 
 
@@ -348,9 +258,51 @@ def _unsound(result: TargetResult, variant: str) -> Mismatch | None:
     )
 
 
-def options_of(case: Case) -> RunOptions:
-    """Return the run options that a descriptor asks for."""
-    return RunOptions(columns=case.columns, survivor_capacity=case.survivor_capacity, strided=case.strided)
+def options_of(case: Case, problem: PrefillProblem) -> RunOptions:
+    """Return the run options that a descriptor asks for.
+
+    Args:
+        case: the descriptor.
+        problem: what `build` made of it.
+    """
+    return RunOptions(
+        columns=case.columns,
+        survivor_capacity=case.survivor_capacity,
+        strided=case.strided,
+        tight_workspace=case.tight_workspace,
+        hints=draw_hints(case.hints, problem, case.seed),
+    )
+
+
+def check_case(
+    target: Target, case: Case, tally: Tally | None = None, problem: PrefillProblem | None = None
+) -> Mismatch | None:
+    """Check every variant of a target on a case, and one property of one variant; the case's seed says which.
+
+    A target without a tie rule or a NaN rule may give other answers that are right, so it has no properties.
+
+    Args:
+        target: what is tested.
+        case: the descriptor.
+        tally: where answers are counted.
+        problem: what was saved with the descriptor; None builds it.
+
+    Returns:
+        The first mismatch, or None.
+    """
+    problem = problem or build(case)
+    options = options_of(case, problem)
+    mismatch = check_problem(target, problem, options, None if tally is None else tally.add)
+    if mismatch is not None:
+        return mismatch
+    promise: Promise | None = getattr(target, "promise", None)
+    if promise is not None and (promise.ties is Ties.ANY or promise.nans is not NaNs.DROP):
+        return None  # two right answers may differ
+    name = tuple(PROPERTIES)[case.seed % len(PROPERTIES)]
+    variant = target.variants[case.seed // len(PROPERTIES) % len(target.variants)]
+    if tally is not None:
+        tally.features[f"property.{name}"] += 1
+    return check_properties(target, problem, variant, options, seed=case.seed, names=(name,))
 
 
 class _Found(Exception):
@@ -388,7 +340,7 @@ def run(
         UnprovedBound: the target's pruned path is refused.
     """
     started = time.monotonic()
-    tally = _Tally()
+    tally = Tally()
     planned = list(directed_cases()) if directed else []
     total = len(planned) + examples
     failure: tuple[Case, Mismatch] | None = None
@@ -399,7 +351,7 @@ def run(
 
     def check(case: Case) -> Mismatch | None:
         tally.describe(case)
-        mismatch = check_problem(target, build(case), options_of(case), tally.add)
+        mismatch = check_case(target, case, tally)
         if on_progress is not None:
             on_progress(tally.cases, total)
         return mismatch
@@ -417,7 +369,7 @@ def run(
         failure = search(
             strategies.cases(),
             check,
-            lambda case: check_problem(target, build(case), options_of(case)),
+            lambda case: check_case(target, case),
             examples=examples,
             seed=seed,
             over_budget=over_budget,
@@ -429,6 +381,7 @@ def run(
         examples=examples,
         directed=directed_run,
         cases=tally.cases,
+        calls=tally.calls,
         rows=tally.rows,
         rows_pruned=tally.rows_pruned,
         fallback=dict(sorted(tally.fallback.items())),
@@ -528,23 +481,25 @@ def replay(target: Target, file: Path, *, command: str = "dosa fuzz") -> FuzzRep
 
     Args:
         target: what is tested.
-        file: a file that `run` saved, or any trace file (it then runs with the target's defaults).
+        file: a file that a search saved, or any trace file (it then runs with the target's defaults).
         command: beginning of the reproducer.
 
     Returns:
         A report of one case.
 
     Raises:
-        InvalidProblem: the file is not a trace, or its descriptor is damaged.
+        InvalidProblem: the file is not a trace, or its descriptor or options are damaged.
     """
     started = time.monotonic()
     trace = load_trace(file)
     case = _saved_case(trace.header)
-    tally = _Tally()
+    tally = Tally()
     if case is not None:
         tally.describe(case)
-    options = RunOptions() if case is None else options_of(case)
-    mismatch = check_problem(target, trace.problem, options, tally.add)
+    if case is not None:
+        mismatch = check_case(target, case, tally, trace.problem)
+    else:
+        mismatch = check_problem(target, trace.problem, _saved_options(trace.header), tally.add)
     failure = None
     if mismatch is not None:
         failure = Failure(case=case, mismatch=mismatch, file=str(file), reproducer=f"{command} --replay {file}")
@@ -555,6 +510,7 @@ def replay(target: Target, file: Path, *, command: str = "dosa fuzz") -> FuzzRep
         examples=0,
         directed=0,
         cases=1,
+        calls=tally.calls,
         rows=tally.rows,
         rows_pruned=tally.rows_pruned,
         fallback=dict(sorted(tally.fallback.items())),
@@ -566,11 +522,26 @@ def replay(target: Target, file: Path, *, command: str = "dosa fuzz") -> FuzzRep
 
 
 def _saved_case(header: Mapping[str, str]) -> Case | None:
-    text = header.get("case")
-    if text is None:
+    plain = _saved_json(header, "case")
+    return None if plain is None else case_from_json(plain)
+
+
+def _saved_options(header: Mapping[str, str]) -> RunOptions:
+    plain = _saved_json(header, "options")
+    if plain is None:
+        return RunOptions()
+    try:
+        hints = plain["hints"]
+        return RunOptions(**{**plain, "hints": None if hints is None else tuple(map(int, hints))})
+    except (TypeError, KeyError, ValueError) as error:
+        raise InvalidProblem("options", repr(header["options"][:60]), "run options as the fuzzer saves them") from error
+
+
+def _saved_json(header: Mapping[str, str], field: str) -> Any:
+    """A header's field as JSON, None without it."""
+    if field not in header:
         return None
     try:
-        plain = json.loads(text)
+        return json.loads(header[field])
     except ValueError as error:
-        raise InvalidProblem("case", repr(text[:60]), "a case descriptor in JSON") from error
-    return case_from_json(plain)
+        raise InvalidProblem(field, repr(header[field][:60]), "JSON") from error

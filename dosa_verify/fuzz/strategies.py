@@ -7,7 +7,7 @@ import dataclasses
 from hypothesis import strategies as st
 
 from dosa_ref.spec import SM90_NUM_HEADS
-from dosa_verify.fuzz.cases import Case, Scales, Special, Values, Weights, Windows
+from dosa_verify.fuzz.cases import Case, Hints, Scales, Special, Values, Weights, Windows
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,4 +59,6 @@ def cases(draw: st.DrawFn, limits: Limits = Limits()) -> Case:
         strided=draw(st.booleans()),
         columns=draw(st.sampled_from(limits.columns)),
         survivor_capacity=draw(st.sampled_from(limits.survivor_capacity)),
+        tight_workspace=draw(st.booleans()),
+        hints=draw(st.sampled_from(Hints)),
     )

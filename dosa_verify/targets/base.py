@@ -20,11 +20,19 @@ class RunOptions:
         columns: dot columns per row in the bound pass, or None for the target's default.
         survivor_capacity: entries of the survivor buffer per row, or None for the target's default.
         strided: hand over tensors whose innermost rows are padded, so that nothing is contiguous.
+        tight_workspace: allow the target no more memory than it needs, so that it works in many small steps.
+        hints: key columns said to be likely winners, right or wrong, in range or not; None for no hint.
     """
 
     columns: int | None = None
     survivor_capacity: int | None = None
     strided: bool = False
+    tight_workspace: bool = False
+    hints: tuple[int, ...] | None = None
+
+    def to_json(self) -> dict[str, object]:
+        """Return the options as plain JSON values."""
+        return {**dataclasses.asdict(self), "hints": None if self.hints is None else list(self.hints)}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,7 @@
-"""The kernels of this repository as a target: the pruned path in its four modes, and the dense path.
+"""The kernels of this repository as targets: the pruned path in its four modes, and every other path.
 
-Importing this module imports nothing of ``dosa_gpu`` or torch. That happens in `connect`, because Triton decides when
-a kernel is defined whether it will be interpreted or compiled.
+Importing this module imports no kernel and no torch. That happens in `connect`, because Triton decides when a kernel is
+defined whether it will be interpreted or compiled.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from dosa_gpu.plan import DEFAULT_WORKSPACE_BYTES, Path
 from dosa_ref.problem import PrefillProblem
-from dosa_ref.spec import BackendUnavailable, InvalidProblem, Mode
+from dosa_ref.spec import BackendUnavailable, InvalidProblem, Mode, UnsupportedConfiguration
 from dosa_verify.targets.base import RunOptions, TargetResult
 
 if TYPE_CHECKING:
@@ -23,8 +24,13 @@ if TYPE_CHECKING:
 
     from dosa_gpu.api import Selection
 
-DENSE = "dense"
+DENSE = Path.DENSE.value
 MODES = tuple(mode.value for mode in Mode)
+"""Variants that are modes of the pruned path."""
+PATHS = tuple(path.value for path in Path if path is not Path.DOSA)
+"""Variants that are other paths."""
+TARGET_NAMES = ("dosa", *PATHS)
+SMALLEST_WORKSPACE = 2**20
 PAD = 16
 """Elements between two rows of a strided tensor; they hold garbage."""
 
@@ -114,7 +120,7 @@ def select(
 
     Args:
         problem: the input.
-        path: ``auto``, ``dosa`` or ``dense``.
+        path: value of a ``dosa_gpu.plan.Path``.
         mode: savings that are on; without meaning on the dense path.
         device: where to run; `connect` must have been called.
         options: buffer sizes and tensor layout.
@@ -123,25 +129,38 @@ def select(
     Raises:
         DosaError: whatever the API refuses.
     """
-    from dosa_gpu import api, plan
+    from dosa_gpu import api
 
     def tensor(array: npt.NDArray[np.generic]) -> torch.Tensor:
         return to_torch(array, device, strided=options.strided)
 
-    return api.select_prefill(
-        tensor(problem.q),
-        tensor(problem.k),
-        tensor(problem.k_scale),
-        tensor(problem.weights),
-        tensor(problem.cu_seqlen_ks),
-        tensor(problem.cu_seqlen_ke),
-        problem.topk,
-        path=plan.Path(path),
-        mode=mode,
-        columns=options.columns,
-        survivor_capacity=options.survivor_capacity,
-        on_progress=on_progress,
-    )
+    q, k, k_scale, weights = map(tensor, (problem.q, problem.k, problem.k_scale, problem.weights))
+    start, end = tensor(problem.cu_seqlen_ks), tensor(problem.cu_seqlen_ke)
+    hints = None if options.hints is None else to_torch(np.array(options.hints, np.int32), device)
+    workspace_bytes = SMALLEST_WORKSPACE if options.tight_workspace else DEFAULT_WORKSPACE_BYTES
+    while True:
+        try:
+            return api.select_prefill(
+                q,
+                k,
+                k_scale,
+                weights,
+                start,
+                end,
+                problem.topk,
+                path=Path(path),
+                mode=mode,
+                columns=options.columns,
+                workspace_bytes=workspace_bytes,
+                survivor_capacity=options.survivor_capacity,
+                hint_indices=hints,
+                on_progress=on_progress,
+            )
+        except UnsupportedConfiguration as error:
+            # A tight workspace is the smallest power of two that is accepted.
+            if "workspace_bytes" not in str(error) or workspace_bytes >= DEFAULT_WORKSPACE_BYTES:
+                raise
+            workspace_bytes *= 2
 
 
 def arrays(selection: Selection) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
@@ -154,7 +173,7 @@ class KernelTarget:
     """The kernels behind ``dosa_gpu.api``.
 
     Attributes:
-        name: ``dosa`` (four modes of the pruned path, then the dense path) or ``dense``.
+        name: ``dosa`` (four modes of the pruned path, then every other path) or one other path alone.
         device: where they run.
     """
 
@@ -167,16 +186,15 @@ class KernelTarget:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The modes, and ``dense``."""
-        return (DENSE,) if self.name == DENSE else (*MODES, DENSE)
+        """The modes and the other paths, or the one path."""
+        return (*MODES, *PATHS) if self.name == "dosa" else (self.name,)
 
     def select(self, problem: PrefillProblem, variant: str, options: RunOptions) -> TargetResult:
         """Select on the device; see `dosa_verify.targets.base.Target`."""
-        dense = variant == DENSE
         selection = select(
             problem,
-            path="dense" if dense else "dosa",
-            mode=Mode.BOTH if dense else Mode(variant),
+            path="dosa" if variant in MODES else variant,
+            mode=Mode(variant) if variant in MODES else Mode.BOTH,
             device=self.device,
             options=options,
         )
@@ -188,6 +206,3 @@ class KernelTarget:
             prune_rate=selection.stats.prune_rate,
             fallback=selection.stats.fallback,
         )
-
-
-TARGET_NAMES = ("dosa", DENSE)

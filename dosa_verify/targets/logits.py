@@ -11,17 +11,20 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from dosa_ref.spec import GPU_MAX_TOPK, PAD_INDEX, BackendUnavailable, InvalidProblem
+from dosa_ref.spec import GPU_MAX_TOPK, PAD_INDEX, InvalidProblem
 from dosa_ref.trace import LogitsProblem
 from dosa_verify.fuzz.logits import PAD, POISON_SCORE, lift
 from dosa_verify.targets.base import RunOptions
-from dosa_verify.targets.dosa import DENSE, MODES, Device, KernelTarget, connect
+from dosa_verify.targets.dosa import MODES, PATHS, TARGET_NAMES, Device, KernelTarget, connect, to_torch
+
+if TYPE_CHECKING:
+    import torch
 
 Indices = npt.NDArray[np.int32]
 
@@ -63,8 +66,10 @@ class Promise:
         order: of a row's output.
         ties: which keys among equal scores.
         nans: treatment of NaN scores.
+        signed_zeros: whether -0.0 equals 0.0 where ties go to the lowest index; otherwise it ranks below.
         infinities: whether +Inf and -Inf are ordinary scores; otherwise no case has them.
         windows: whether the target takes a start and an end per row; otherwise it gets each row's window as an array.
+        no_rows: whether a call may have no rows at all.
         short_rows: whether a row may have fewer than ``topk`` keys (-1 behind the last).
         strided: whether logits need not be contiguous along rows.
         repeatable: whether two calls give the same bits.
@@ -75,8 +80,10 @@ class Promise:
     order: Order = Order.SET
     ties: Ties = Ties.LOWEST_INDEX
     nans: NaNs = NaNs.DROP
+    signed_zeros: bool = True
     infinities: bool = True
     windows: bool = False
+    no_rows: bool = True
     short_rows: bool = True
     strided: bool = True
     repeatable: bool = True
@@ -88,6 +95,36 @@ class Promise:
         """Return the promise as plain JSON values."""
         plain = dataclasses.asdict(self)
         return {name: value.value if isinstance(value, enum.Enum) else value for name, value in plain.items()}
+
+
+WAIVED: dict[str, Any] = {
+    "order": Order.SET,
+    "ties": Ties.ANY,
+    "nans": NaNs.UNDEFINED,
+    "signed_zeros": False,
+    "infinities": False,
+    "no_rows": False,
+    "short_rows": False,
+    "strided": False,
+    "repeatable": False,
+}
+"""What is left of a promise's item when it is waived."""
+
+
+def waive(promise: Promise, items: Sequence[str]) -> Promise:
+    """Return a promise without some of its items, to go on beyond a known fault.
+
+    Args:
+        promise: as declared.
+        items: keys of `WAIVED`.
+
+    Raises:
+        InvalidProblem: there is no such item.
+    """
+    for item in items:
+        if item not in WAIVED:
+            raise InvalidProblem("waive", item, f"one of {', '.join(WAIVED)}")
+    return dataclasses.replace(promise, **{item: WAIVED[item] for item in items})
 
 
 class LogitsTarget(Protocol):
@@ -138,6 +175,50 @@ class FunctionTarget:
         return np.asarray(answer)
 
 
+WindowsTopK = Callable[["torch.Tensor", "torch.Tensor", "torch.Tensor", int], "torch.Tensor"]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class WindowsTarget:
+    """A function ``f(logits, row_start, row_end, topk) -> indices`` of torch tensors, with a window per row.
+
+    Attributes:
+        name: what the command line calls it.
+        function: takes float32 ``[rows, n]``, a gap behind each row, and int32 ``[rows]``; gives int32 ``[rows, topk]``
+            with a -1 tail.
+        relative: whether indices count from the row's start.
+        device: where the tensors lie.
+        promise: by what it is judged.
+    """
+
+    name: str
+    function: WindowsTopK
+    relative: bool
+    device: Device
+    promise: Promise
+
+    def select(self, problem: LogitsProblem) -> Indices:
+        """Call the function; see `LogitsTarget`."""
+        logits = to_pitched(problem, self.device)
+        start, end = to_torch(problem.row_start, self.device), to_torch(problem.row_end, self.device)
+        answer: Indices = self.function(logits, start, end, problem.topk).cpu().numpy()
+        if self.relative:
+            answer = np.where(answer == PAD_INDEX, PAD_INDEX, answer + problem.row_start[:, None]).astype(np.int32)
+        return answer
+
+
+def to_pitched(problem: LogitsProblem, device: Device) -> torch.Tensor:
+    """Copy logits to a device; between strided rows lies a score that would win (a NaN would be dropped)."""
+    import torch
+
+    rows, columns = problem.logits.shape
+    gap = 0 if problem.logits.flags.c_contiguous else PAD
+    pitched = torch.full((rows, columns + gap), float(POISON_SCORE), device=device.value)
+    logits = pitched[:, :columns]
+    logits.copy_(to_torch(problem.logits, device))
+    return logits
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class TopKKernelTarget:
     """The final top-K kernel of this repository (``launch_topk``), outputs between canaries.
@@ -161,17 +242,12 @@ class TopKKernelTarget:
         import torch
 
         from dosa_gpu.kernels import topk as kernel
-        from dosa_verify.targets.dosa import to_torch
 
         rows, topk = len(problem.logits), problem.topk
         place = self.device.value
         if rows == 0:
             return np.empty((0, topk), np.int32)
-        # Between rows lies a score that would win; a NaN there would be dropped and hide a read.
-        gap = 0 if problem.logits.flags.c_contiguous else PAD
-        pitched = torch.full((rows, problem.logits.shape[1] + gap), float(POISON_SCORE), device=place)
-        logits = pitched[:, : problem.logits.shape[1]]
-        logits.copy_(to_torch(problem.logits, self.device))
+        logits = to_pitched(problem, self.device)
         start = to_torch(problem.row_start, self.device)
         end = to_torch(np.maximum(problem.row_end, problem.row_start), self.device)
         sizes = (rows * topk, rows * topk, rows)
@@ -229,67 +305,6 @@ class CanaryOverwritten(Exception):
     """A target wrote outside its output."""
 
 
-def _torch_topk(device: Device) -> FunctionTarget:
-    connect(device)
-    import torch
-
-    def call(logits: npt.NDArray[np.float32], topk: int) -> Any:
-        values = torch.from_numpy(np.array(logits)).to(device.value)
-        return torch.topk(values, topk, dim=-1).indices.to(torch.int32)
-
-    promise = Promise(order=Order.DESCENDING_SCORE, ties=Ties.ANY, nans=NaNs.UNDEFINED, short_rows=False)
-    return FunctionTarget(name="torch.topk", function=call, promise=promise)
-
-
-def _numpy_argpartition(device: Device) -> FunctionTarget:
-    if device is not Device.CPU:
-        raise BackendUnavailable("numpy.argpartition runs on the CPU: --device cpu")
-
-    def call(logits: npt.NDArray[np.float32], topk: int) -> Any:
-        if topk == 0:
-            return np.empty((len(logits), 0), np.int32)
-        return np.argpartition(-logits, topk - 1, axis=-1)[:, :topk].astype(np.int32)
-
-    promise = Promise(ties=Ties.ANY, nans=NaNs.UNDEFINED, short_rows=False)
-    return FunctionTarget(name="numpy.argpartition", function=call, promise=promise)
-
-
-def _library(module: str, device: Device, name: str) -> Any:
-    """A GPU library, or why it cannot be used."""
-    if device is not Device.CUDA:
-        raise BackendUnavailable(f"{name} has GPU kernels only: --device cuda")
-    connect(device)
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise BackendUnavailable(f"{name}: {module} is not installed") from error
-
-
-def _flashinfer(device: Device) -> FunctionTarget:
-    library = _library("flashinfer", device, "flashinfer")
-    import torch
-
-    def call(logits: npt.NDArray[np.float32], topk: int) -> Any:
-        _, indices = library.top_k(torch.from_numpy(np.array(logits)).to(device.value), topk)
-        return indices.to(torch.int32)
-
-    promise = Promise(ties=Ties.ANY, nans=NaNs.UNDEFINED, short_rows=False, repeatable=False, min_topk=1)
-    return FunctionTarget(name="flashinfer", function=call, promise=promise)
-
-
-def _sgl_kernel(device: Device) -> FunctionTarget:
-    library = _library("sgl_kernel", device, "sgl_kernel")
-    import torch
-
-    def call(logits: npt.NDArray[np.float32], topk: int) -> Any:
-        values = torch.from_numpy(np.array(logits)).to(device.value)
-        lengths = torch.full((len(logits),), logits.shape[1], dtype=torch.int32, device=device.value)
-        return library.fast_topk_v2(values, lengths, topk)
-
-    promise = Promise(ties=Ties.ANY, nans=NaNs.UNDEFINED, repeatable=False, min_topk=2048, max_topk=2048)
-    return FunctionTarget(name="sgl_kernel", function=call, promise=promise)
-
-
 def _own_kernel(device: Device) -> LogitsTarget:
     connect(device)
     return TopKKernelTarget(device=device)
@@ -300,15 +315,11 @@ def _lifted(variant: str, device: Device) -> LogitsTarget:
     return LiftedTarget(variant=variant, device=device)
 
 
-BUILT_IN: dict[str, Callable[[Device], LogitsTarget]] = {
+OURS: dict[str, Callable[[Device], LogitsTarget]] = {
     "topk": _own_kernel,
-    "torch.topk": _torch_topk,
-    "numpy.argpartition": _numpy_argpartition,
-    "flashinfer": _flashinfer,
-    "sgl_kernel": _sgl_kernel,
-    **{f"lifted.{variant}": functools.partial(_lifted, variant) for variant in (*MODES, DENSE)},
+    **{f"lifted.{variant}": functools.partial(_lifted, variant) for variant in (*MODES, *PATHS)},
 }
-"""Targets by name. The calls of FlashInfer and sgl-kernel follow their published signatures."""
+"""Targets of this repository by name; those of others are in `dosa_verify.targets.libraries`."""
 
 
 def user_function(name: str) -> FunctionTarget:
@@ -338,19 +349,27 @@ def user_function(name: str) -> FunctionTarget:
     return FunctionTarget(name=name, function=found, promise=promise if isinstance(promise, Promise) else Promise())
 
 
-def make(name: str, device: Device) -> LogitsTarget:
+def make(name: str, device: Device, waived: Sequence[str] = ()) -> LogitsTarget:
     """Return the target of this name.
 
     Args:
-        name: a key of ``BUILT_IN``, or ``module:callable``.
+        name: a key of ``OURS`` or of `dosa_verify.targets.libraries.TOPK`, or ``module:callable``.
         device: where it runs (a user function decides for itself).
+        waived: items of its promise that do not count, keys of `WAIVED`.
 
     Raises:
-        InvalidProblem: no such target.
+        InvalidProblem: no such target, or no such item.
         BackendUnavailable: its library or the device is missing.
     """
+    from dosa_verify.targets import libraries
+
+    known = {**OURS, **libraries.TOPK}
     if ":" in name:
-        return user_function(name)
-    if name not in BUILT_IN:
-        raise InvalidProblem("target", name, f"dosa, dense, {', '.join(BUILT_IN)} or module:callable")
-    return BUILT_IN[name](device)
+        target: Any = user_function(name)
+    elif name in known:
+        target = known[name](device)
+    else:
+        words = ", ".join((*TARGET_NAMES, *known, f"{libraries.SCORER}+(one of these)"))
+        raise InvalidProblem("target", name, f"{words} or module:callable")
+    made: LogitsTarget = dataclasses.replace(target, promise=waive(target.promise, waived))
+    return made

@@ -12,7 +12,18 @@ from dosa_ref.select import exact_topk, select_dense
 from dosa_ref.spec import PAD_INDEX, BackendUnavailable, Contract, InvalidProblem, UnprovedBound
 from dosa_ref.trace import load_trace, save_trace
 from dosa_verify.fuzz import runner
-from dosa_verify.fuzz.cases import Case, Scales, Special, Values, Weights, Windows, build, case_from_json
+from dosa_verify.fuzz.cases import (
+    Case,
+    Hints,
+    Scales,
+    Special,
+    Values,
+    Weights,
+    Windows,
+    build,
+    case_from_json,
+    draw_hints,
+)
 from dosa_verify.targets.base import RunOptions, TargetResult
 from dosa_verify.targets.dosa import KernelTarget
 
@@ -146,6 +157,8 @@ def test_directed_cases_cover_every_kind_of_input():
     assert {case.scales for case in cases} >= {Scales.POWERS, Scales.FLOATS, Scales.EXTREME}
     assert {case.windows for case in cases} == set(Windows)
     assert {special for case in cases for special in case.specials} == set(Special)
+    assert {case.hints for case in cases} == set(Hints)
+    assert {case.tight_workspace for case in cases} == {True, False}
     assert {case.num_heads for case in cases} >= {20, 32, 64}
     assert {case.columns for case in cases} == {8, 16, 32}
     lengths = {end - start for case in cases for start, end in map(build(case).window, range(case.rows))}
@@ -172,6 +185,10 @@ def test_planted_faults_are_found(fault, kind, directed, tmp_path):
     examples = 0 if directed else 400
     report = runner.run(fault(), examples=examples, seed=5, folder=tmp_path, directed=directed)
     assert report.outcome == "counterexample"
+    if report.failure.mismatch.fault is runner.Fault.PROPERTY:
+        # Garbage before a window is seen before a case in which the key there would win.
+        assert fault is StartsEarly
+        kind = runner.Fault.PROPERTY
     assert report.failure.mismatch.fault is kind
     # The saved file alone shows the fault again, and an honest target passes on it.
     file = report.failure.file
@@ -245,6 +262,45 @@ def test_a_damaged_descriptor_in_a_file(tmp_path, trace):
         runner.replay(ReferenceTarget(), file)
 
 
+def test_properties_are_part_of_a_run(tmp_path):
+    class ChangesItsMind(ReferenceTarget):
+        """Right the first time a problem is asked."""
+
+        asked = None
+
+        def select(self, problem, variant, options):
+            again = self.asked is not None and self.asked is problem
+            self.asked = problem
+            result = super().select(problem, variant, options)
+            return dataclasses.replace(result, scores=result.scores * np.float32(0)) if again else result
+
+    report = runner.run(ChangesItsMind(), examples=0, folder=tmp_path)
+    assert report.failure.mismatch.fault is runner.Fault.PROPERTY
+    assert runner.replay(ChangesItsMind(), report.failure.file).failure.mismatch.fault is runner.Fault.PROPERTY
+    honest = runner.run(ReferenceTarget(), examples=0, folder=tmp_path)
+    assert sum(count for name, count in honest.features.items() if name.startswith("property.")) == honest.cases
+
+
+def test_saved_options_are_used_again(tmp_path):
+    class Remembers(ReferenceTarget):
+        seen = None
+
+        def select(self, problem, variant, options):
+            self.seen = options
+            return super().select(problem, variant, options)
+
+    file = tmp_path / "case.safetensors"
+    options = RunOptions(columns=16, strided=True, tight_workspace=True, hints=(3, -1))
+    save_trace(file, build(Case(rows=1, keys=9, topk=2)), {"options": json.dumps(options.to_json())})
+    target = Remembers()
+    assert runner.replay(target, file).failure is None
+    assert target.seen == options
+    for damaged in ("{", "[]", '{"hints": 3}', '{"hints": null, "columms": 3}'):
+        save_trace(file, build(Case(rows=1, keys=9, topk=2)), {"options": damaged})
+        with pytest.raises(InvalidProblem, match="options"):
+            runner.replay(target, file)
+
+
 def test_the_same_descriptor_gives_the_same_bits():
     for case in (Case(seed=4, rows=3, keys=50, values=Values.WIDE), Case(seed=4, keys=9, specials=(Special.NAN_KEY,))):
         first, second = build(case), build(case)
@@ -254,6 +310,23 @@ def test_the_same_descriptor_gives_the_same_bits():
                 assert one == two
             else:
                 assert one.tobytes() == two.tobytes()
+
+
+def test_hints_are_right_wrong_and_out_of_range():
+    problem = build(Case(seed=8, rows=3, keys=80, topk=6, windows=Windows.CAUSAL))
+    drawn = {kind: draw_hints(kind, problem, seed=1) for kind in Hints}
+    assert drawn[Hints.NONE] is None
+    winners = set(select_dense(problem, Contract.SM90).topk_indices[0].tolist())
+    assert winners <= set(drawn[Hints.LIKELY])
+    assert len(drawn[Hints.ONE]) > len(set(drawn[Hints.ONE])) == 1
+    assert all(0 <= key < 80 for key in drawn[Hints.RANDOM])
+    assert {-(2**31), -1, 80, 2**31 - 1} <= set(drawn[Hints.OUTSIDE])
+
+
+def test_inverted_windows_are_empty_rows():
+    problem = build(Case(seed=8, rows=4, keys=80, topk=6, windows=Windows.INVERTED))
+    assert (problem.cu_seqlen_ke[::2] < problem.cu_seqlen_ks[::2]).any()
+    assert [end > start for start, end in map(problem.window, range(4))] == [False, True, False, True]
 
 
 def test_poison_lies_outside_every_window_only():
@@ -273,16 +346,27 @@ def test_poison_lies_outside_every_window_only():
 
 def test_kernels_agree_on_a_few_cases(device):
     cases = [
-        Case(seed=31, rows=2, keys=300, topk=5, values=Values.LEARNED, scales=Scales.POWERS, columns=16),
+        Case(
+            seed=31,
+            rows=2,
+            keys=300,
+            topk=5,
+            values=Values.LEARNED,
+            scales=Scales.POWERS,
+            columns=16,
+            hints=Hints.OUTSIDE,
+            tight_workspace=True,
+        ),
         Case(seed=32, rows=2, keys=200, topk=40, values=Values.FEW_KEYS, strided=True, windows=Windows.RAGGED),
     ]
     pruned = 0
     for case in cases:
         results = []
         target = KernelTarget(name="dosa", device=device)
-        assert runner.check_problem(target, build(case), runner.options_of(case), results.append) is None
+        problem = build(case)
+        assert runner.check_problem(target, problem, runner.options_of(case, problem), results.append) is None
         pruned += sum(result.prune_rate > 0 for result in results)
-    assert pruned == 2  # prune and both, in the first case
+    assert pruned == 3  # prune, both and auto, in the first case
 
 
 @pytest.mark.parametrize("fault", ["survivors_lost", "bound_too_small"])
@@ -307,7 +391,8 @@ def test_planted_faults_in_the_pruned_path_are_found(monkeypatch, device, fault)
         monkeypatch.setattr(pipeline, "launch_bound", too_low)
     case = Case(seed=33, rows=3, keys=440, topk=5, values=Values.LEARNED, scales=Scales.POWERS, columns=8)
     target = KernelTarget(name="dosa", device=device)
-    mismatch = runner.check_problem(target, build(case), runner.options_of(case))
+    problem = build(case)
+    mismatch = runner.check_problem(target, problem, runner.options_of(case, problem))
     assert mismatch is not None
     assert mismatch.variant in ("prune", "emit", "both")
     dense = KernelTarget(name="dense", device=device)

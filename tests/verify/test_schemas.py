@@ -10,7 +10,7 @@ import pytest
 import dosa_verify
 from dosa_verify import environment, proving, selection, verify
 from dosa_verify.audit import accumulation, evidence, fp8, scorer
-from dosa_verify.fuzz import runner
+from dosa_verify.fuzz import report, runner
 
 FOLDER = importlib.resources.files("dosa_verify") / "schemas"
 DOCUMENTS = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in FOLDER.iterdir()}
@@ -21,7 +21,7 @@ NAMES = {
     accumulation.SCHEMA,
     scorer.SCHEMA,
     evidence.SCHEMA,
-    runner.SCHEMA,
+    report.SCHEMA,
     selection.SELECT_SCHEMA,
     selection.CHECK_SCHEMA,
     verify.SCHEMA,
@@ -64,6 +64,7 @@ def test_enumerations_agree_with_the_code():
         ("weights", runner.Weights),
         ("scales", runner.Scales),
         ("windows", runner.Windows),
+        ("hints", runner.Hints),
     ):
         assert set(case["properties"][name]["enum"]) == {member.value for member in members}
     assert set(case["properties"]["specials"]["items"]["enum"]) == {member.value for member in runner.Special}
