@@ -19,19 +19,21 @@ from dosa_ref.spec import SM90_NUM_HEADS
 
 _POINTERS = {
     "q_ptr": "*fp8e4nv", "k_ptr": "*fp8e4nv", "column_ptr": "*fp8e4nv", "ks_ptr": "*i32", "ke_ptr": "*i32",
-    "index_ptr": "*i32", "count_ptr": "*i32",
+    "index_ptr": "*i32", "count_ptr": "*i32", "list_ptr": "*i32",
 }  # fmt: skip
 
 
 def variants() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
     """(name, kernel, constexprs, options) of every variant that the launchers can start on a GPU."""
-    from dosa_gpu.kernels import bound, rescore, score
+    from dosa_gpu.kernels import bound, rescore, score, score_lists
 
     for heads in SM90_NUM_HEADS:
         shape = {"HEADS": heads, "QUERIES": score.TILE_COLUMNS // heads, "KEYS": GPU_TILE_KEYS}
         for bits in (False, True):
             constants = {**shape, "PER_PROGRAM": score.KEYS_PER_PROGRAM, "BITS": bits}
             yield f"score H={heads} {'bits' if bits else 'logits'}", score._score_kernel, constants, score.OPTIONS
+        constants = {**shape, "PER_PROGRAM": GPU_TILE_KEYS * score_lists.TILES_PER_PROGRAM}
+        yield f"score lists H={heads}", score_lists._score_lists_kernel, constants, score_lists.OPTIONS
         constants = {"HEADS": heads, "KEYS": GPU_TILE_KEYS, "PER_PROGRAM": GPU_TILE_KEYS * rescore.TILES_PER_PROGRAM}
         yield f"rescore H={heads}", rescore._rescore_kernel, constants, rescore.OPTIONS
     for columns in SUPPORTED_COLUMNS:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from dosa_gpu.kernels import bound, compact, emit, key_norms, rescore, score, topk
+from dosa_gpu.kernels.score_lists import launch_score_lists
 from dosa_ref import formats, scorer, select
 
 CANARY = -559038737
@@ -93,6 +94,26 @@ class TestRescore:
         for row in range(rows):
             same_bits(got[row, : count[row]], want[row][listed[row, : count[row]]])
             assert (got[row, count[row] :] == CANARY).all()
+
+
+class TestScoreLists:
+    @pytest.mark.parametrize("width", [1, 70, 300])
+    def test_rows_of_a_group_get_the_dense_bits_on_its_list_and_nan_elsewhere(self, scoring, random, device, width):
+        (q, k, scale, weights), ks, ke, want, visible = scoring
+        q = torch.cat([q.view(torch.uint8)] * 2).view(torch.float8_e4m3fn)
+        weights, ks, ke = (torch.cat([part, part]) for part in (weights, ks, ke))
+        want, visible = np.concatenate([want, want]), np.concatenate([visible, visible])
+        rows, keys = want.shape
+        # Three lists for ten rows; keys come in any order, more than once, and not in every place.
+        lists = random.integers(-keys // 4, keys, (3, width)).clip(-1).astype(np.int32)
+        out = torch.full((rows, width + 3), CANARY, dtype=torch.int32, device=device)
+        scores = out.view(torch.float32)[:, :width]
+        launch_score_lists(q, k, scale, weights, ks, ke, tensor(lists, device), 4, scores)
+        listed = lists.repeat(4, axis=0)[:rows]
+        inside = (listed >= 0) & np.take_along_axis(visible, listed.clip(0), axis=1)
+        expected = np.where(inside, np.take_along_axis(want, listed.clip(0), axis=1), np.float32(np.nan))
+        same_bits(scores.cpu().numpy(), expected)
+        assert (out[:, width:] == CANARY).all()
 
 
 class TestCompact:
