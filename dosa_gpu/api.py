@@ -153,6 +153,7 @@ def select_prefill(
     survivor_capacity: int | None = None,
     hint_indices: torch.Tensor | None = None,
     on_progress: Callable[[int, int], None] | None = None,
+    on_stage: Callable[[str], None] | None = None,
 ) -> Selection:
     """Per row the ``topk`` best visible keys by (score descending, key ascending), in ascending key order.
 
@@ -167,15 +168,17 @@ def select_prefill(
         cu_seqlen_ks, cu_seqlen_ke: ``[rows]`` int32, each row's window ``[ks, ke)``; ``ke <= ks`` is an empty row.
         topk: keys per row, 0 to 2048.
         path: ``Path`` of ``dosa_gpu.plan`` or its text. ``auto`` chooses by the rows' lengths and by how much the first
-            rows were pruned; ``dosa`` and ``dense`` do what they say.
+            rows were pruned; ``dosa``, ``litetopk`` and ``dense`` do what they say.
         mode: ``Mode`` of ``dosa_ref.spec`` or its text: savings of the ``dosa`` path.
-        columns: dot columns per row in the bound pass (8, 16 or 32), or None for the default.
+        columns: dot columns per row in the bound pass, one of ``SUPPORTED_COLUMNS`` of ``dosa_gpu.plan``; None leaves
+            it to a trial on a few rows of the call.
         workspace_bytes: limit on the buffers of one block of rows.
         survivor_capacity: entries of a row's survivor buffer per key chunk; a row that needs more is rescanned, never
             cut.
         hint_indices: key columns likely to win (such as the winners of the preceding query), int32 or int64 of any
             shape, for the first rows' seeds; columns outside a row's window are passed over.
         on_progress: called with (rows done, rows) after each block.
+        on_stage: called with a stage's name when it starts, for timing.
 
     Returns:
         Selection.
@@ -209,19 +212,21 @@ def select_prefill(
     if hint_indices is not None:
         _require(isinstance(hint_indices, torch.Tensor), "hint_indices", type(hint_indices).__name__, "a torch tensor")
         _require(hint_indices.dtype in (torch.int32, torch.int64), "hint_indices", hint_indices.dtype, "int32 or int64")
-        # Each key once, in the order given: seeds must be distinct.
-        hints = torch.tensor(list(dict.fromkeys(hint_indices.flatten().tolist())), dtype=torch.int64, device=q.device)
+        inside = hint_indices[(hint_indices >= 0) & (hint_indices < k.shape[0])]
+        hints = inside.to(device=q.device, dtype=torch.int32).unique()
     padded = next(size for size in SM90_NUM_HEADS if size >= heads)
     visible = (cu_seqlen_ke.long() - cu_seqlen_ks.long()).clamp(min=0)
     taken = path
     if path is Path.AUTO:
         long_rows = int((visible >= DENSE_BELOW * topk).sum())
         taken = Path.DOSA if topk and 2 * long_rows >= rows and rows else Path.DENSE
+    savings = {Path.DOSA: mode, Path.LITETOPK: Mode.EMIT}.get(taken)
     plan = plan_prefill(
         num_heads=padded,
+        num_rows=rows,
         num_keys=k.shape[0],
         topk=topk,
-        mode=mode if taken is Path.DOSA else None,
+        mode=savings,
         columns=columns,
         workspace_bytes=workspace_bytes,
         survivor_capacity=survivor_capacity,
@@ -244,6 +249,7 @@ def select_prefill(
     survivors, rescored = visible.cpu(), visible.cpu()
     row_pruned = torch.zeros(rows, dtype=torch.bool)
     fallback: dict[Fallback, list[int]] = {}
+    bound_columns = 0
     if rows and topk and k.shape[0]:
         # Zero heads with zero weights add +0 to every chain: the contract's own padding.
         q8 = (
@@ -264,13 +270,15 @@ def select_prefill(
             batch,
             keys,
             topk,
-            mode if taken is Path.DOSA else None,
+            savings,
             plan,
             hints,
             workspace,
             may_give_up=path is Path.AUTO,
             on_progress=on_progress,
+            on_stage=on_stage or (lambda _: None),
         )
+        bound_columns = report.columns
         survivors, rescored, row_pruned, fallback = report.survivors, report.rescored, report.pruned, report.fallback
     seen = visible.cpu()
     pairs = int(seen.sum())
@@ -280,9 +288,9 @@ def select_prefill(
         scores=scores,
         stats=SelectionStats(
             path=taken.value,
-            mode=(mode if taken is Path.DOSA else Mode.BASE).value,
+            mode=(savings or Mode.BASE).value,
             contract="unverified" if faults else "sm90",
-            columns=plan.columns if taken is Path.DOSA and mode in (Mode.PRUNE, Mode.BOTH) else 0,
+            columns=bound_columns,
             row_pruned=row_pruned.tolist(),
             prune_rate=1.0 - int(rescored.sum()) / pairs if pairs else 0.0,
             row_prune_rate=rates.tolist(),

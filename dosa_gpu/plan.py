@@ -8,17 +8,26 @@ import enum
 from dosa_ref.spec import HEAD_DIM, InvalidProblem, Mode, UnsupportedConfiguration
 
 DEFAULT_WORKSPACE_BYTES = 2 * 1024**3
-DEFAULT_COLUMNS = {32: 16, 64: 32}
+DEFAULT_COLUMNS = {32: 16, 64: 16}
 SUPPORTED_COLUMNS = (8, 16, 32)
 
-FIRST_ROWS = 8
-"""Rows of the first block. It has no neighbour's winners as seeds, so it is small; later blocks grow eightfold."""
+# Milliseconds for 2**29 (query, key) pairs on one H200, by number of columns or of heads (docs/performance-notes.md).
+# They decide how many columns are used; a wrong figure costs time only.
+BOUND_COST = {8: 1.6, 12: 2.2, 16: 2.7, 20: 3.4, 24: 4.0, 32: 5.0}
+RESCORE_COST = {32: 15.0, 64: 18.0}
+FILTER_COST = {32: 5.4, 64: 9.8}
+TRIALS_FROM_PAIRS = 2**28
+"""Smaller calls take the default number of columns: a trial would cost more than it saves."""
+
 MAX_ROWS = 4096
 KEY_CHUNK = 131072
-FIRST_CHUNKS = 6
-"""Key chunks for rows without neighbour's winners: their ``tau`` is weak at first and rises from chunk to chunk."""
 MIN_KEY_CHUNK = 2048
 MIN_CAPACITY = 8192
+
+PILOTS_NEAR = 4
+"""Pilots whose winners a group of rows takes as seeds."""
+LEAST_SEEDS = 64
+"""Newest keys, and keys of an even sample, that a list of seeds holds at least."""
 
 FIXED_BYTES = 2**20
 """What the small per-call tensors take."""
@@ -53,6 +62,8 @@ class Path(enum.Enum):
     """DoSA where most rows are long enough to profit, else dense."""
     DOSA = "dosa"
     """The pruned path (what it switches on is the mode)."""
+    LITETOPK = "litetopk"
+    """Score all keys, keep what reaches a threshold from seeds, exact top-K of that; no logits in memory."""
     DENSE = "dense"
     """Score all keys, exact top-K."""
 
@@ -62,50 +73,75 @@ class PrefillPlan:
     """Sizes of one call.
 
     Attributes:
-        columns: dot columns per row in the bound pass.
+        num_heads: 32 or 64.
+        column_choices: dot columns per row in the bound pass; with more than one a trial decides.
         max_rows: rows that one block of work may hold.
         key_chunk: keys that one pass may cover, a multiple of 64.
-        capacity: survivors (and seeds) that one row's buffer holds per chunk.
-        seed_budget: seeds per row.
+        capacity: survivors that one row's buffer holds per chunk.
+        list_capacity: emitted keys that one row's list holds before they are merged.
+        pilots_near: pilots whose winners a group takes as seeds.
+        newest, spread: newest keys, and keys of an even sample, in a group's list of seeds.
+        own_seeds: seeds of a row that has a list of its own.
         rescan_rows: overflowing rows that are rescanned at once.
         rescan_keys: keys that a rescan scores at once, a multiple of 64.
         rescan_bytes: buffers of a rescan.
         workspace_bytes: upper limit of what the buffers of one block take.
     """
 
-    columns: int
+    num_heads: int
+    column_choices: tuple[int, ...]
     max_rows: int
     key_chunk: int
     capacity: int
-    seed_budget: int
+    list_capacity: int
+    pilots_near: int
+    newest: int
+    spread: int
+    own_seeds: int
     rescan_rows: int
     rescan_keys: int
     rescan_bytes: int
     workspace_bytes: int
 
+    def cheapest_columns(self, shares: list[float], *, may_filter: bool) -> int:
+        """The choice with the least expected time, or 0 if scoring every pair once, without a bound, takes less.
+
+        Args:
+            shares: survivors by choice, as a share of all pairs.
+            may_filter: whether 0 may be the answer.
+        """
+        rescore = RESCORE_COST[self.num_heads]
+        cost = {0: FILTER_COST[self.num_heads]} if may_filter else {}
+        for columns, share in zip(self.column_choices, shares, strict=True):
+            cost[columns] = BOUND_COST[columns] + rescore * share
+        return min(cost, key=cost.__getitem__)
+
 
 def bytes_per_row(
-    *, num_heads: int, topk: int, columns: int, key_chunk: int, capacity: int, seed_budget: int, mode: Mode | None
-) -> int:
+    *, num_heads: int, topk: int, columns: int, key_chunk: int, capacity: int, list_capacity: int, seeds: int,
+    own_seeds: int, mode: Mode | None,
+) -> int:  # fmt: skip
     """Upper limit of the buffers that one row needs; ``mode`` None is the dense path."""
     running = 2 * (8 * topk + 4)
     inputs = num_heads * (128 + 4) + 64
     dense = running + inputs + 4 * key_chunk
     if mode is None or mode is Mode.BASE:
         return dense
-    # Survivors and emitted keys with scores; the seed list with the int64 temporaries of its sort.
-    lists = capacity * (8 + 8) + seed_budget * 72
+    # One pilot in eight rows at most. Seeds with scores, a group's list shared by its rows; a row's own list has
+    # int64 temporaries.
+    pilots = (running + inputs + 4 * key_chunk) // 8
+    lists = capacity * 8 + list_capacity * 8 + max(seeds * 6, own_seeds * 48)
     bits = key_chunk // 8
-    # Query preparation in float64: heads, residuals, prefixes, weighted residuals, their Gram matrix, the projection.
-    preparation = 8 * (6 * num_heads * 128 + 3 * num_heads * num_heads + 6 * num_heads * columns + 4 * columns * 128)
-    sample = 4 * 64 * (128 + num_heads)
+    # Query preparation: float64 norms and errors, shares, ranks, the projection's multipliers, the columns.
+    preparation = num_heads * (2 * 8 + 8 * 8 + 4 * (columns + 16)) + columns * (2 * 128 + 32) + 4 * 64
     # Rows that the bound cannot serve are scored densely afterwards, in the same space.
-    return max(dense, running + inputs + lists + bits + preparation + sample)
+    return max(dense, 2 * running + inputs + pilots + lists + bits + preparation)
 
 
 def plan_prefill(
     *,
     num_heads: int,
+    num_rows: int,
     num_keys: int,
     topk: int,
     mode: Mode | None,
@@ -117,6 +153,7 @@ def plan_prefill(
 
     Args:
         num_heads: 32 or 64.
+        num_rows: rows of the call.
         num_keys: keys in the problem.
         topk: keys to select per row.
         mode: savings that are on; None for the dense path.
@@ -128,8 +165,10 @@ def plan_prefill(
         InvalidProblem: a size that is not positive.
         UnsupportedConfiguration: columns that the kernel has no tile for, or a workspace too small for one row.
     """
+    choices = (columns,)
     if columns is None:
-        columns = DEFAULT_COLUMNS[num_heads]
+        columns = max(SUPPORTED_COLUMNS)
+        choices = SUPPORTED_COLUMNS if num_rows * num_keys >= TRIALS_FROM_PAIRS else (DEFAULT_COLUMNS[num_heads],)
     sizes = {"workspace_bytes": workspace_bytes, "columns": columns, "survivor_capacity": survivor_capacity}
     for field, value in sizes.items():
         is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -137,21 +176,19 @@ def plan_prefill(
             raise InvalidProblem(field, repr(value), "a positive int")
     if columns not in SUPPORTED_COLUMNS:
         raise UnsupportedConfiguration(f"columns: got {columns}, the bound kernel has tiles for {SUPPORTED_COLUMNS}")
-    seed_budget = min(max(num_keys // 16, topk + topk // 2 + 1), 6 * topk)
+    own_seeds = min(max(num_keys // 16, topk + topk // 2 + 1), 6 * topk)
+    newest = max(LEAST_SEEDS, topk // 2)
+    seeds = PILOTS_NEAR * topk + 2 * newest
     key_chunk = max(64, min(KEY_CHUNK, -(-num_keys // 64) * 64))
     rescan_row = 2 * (8 * topk + 4) + 4 * RESCAN_KEYS + num_heads * (HEAD_DIM + 4)
     rescan_rows = max(1, workspace_bytes // RESCAN_SHARE // rescan_row)
     while True:
         capacity = survivor_capacity or min(key_chunk, max(MIN_CAPACITY, 8 * topk, key_chunk // 8))
+        list_capacity = max(capacity, 4 * topk)
         row = bytes_per_row(
-            num_heads=num_heads,
-            topk=topk,
-            columns=columns,
-            key_chunk=key_chunk,
-            capacity=capacity,
-            seed_budget=seed_budget,
-            mode=mode,
-        )
+            num_heads=num_heads, topk=topk, columns=columns, key_chunk=key_chunk, capacity=capacity,
+            list_capacity=list_capacity, seeds=seeds, own_seeds=own_seeds, mode=mode,
+        )  # fmt: skip
         # Norm and scale of every key, and a rescan. Allocations are rounded up; a sixteenth is for that.
         fixed = 8 * num_keys + FIXED_BYTES + rescan_rows * rescan_row
         rows = (workspace_bytes - workspace_bytes // 16 - fixed) // row
@@ -164,11 +201,16 @@ def plan_prefill(
             )
         key_chunk = max(MIN_KEY_CHUNK, -(-key_chunk // 128) * 64)
     return PrefillPlan(
-        columns=columns,
+        num_heads=num_heads,
+        column_choices=choices,
         max_rows=int(min(rows, MAX_ROWS)),
         key_chunk=key_chunk,
         capacity=capacity,
-        seed_budget=seed_budget,
+        list_capacity=list_capacity,
+        pilots_near=PILOTS_NEAR,
+        newest=newest,
+        spread=newest,
+        own_seeds=own_seeds,
         rescan_rows=rescan_rows,
         rescan_keys=RESCAN_KEYS,
         rescan_bytes=rescan_rows * rescan_row,

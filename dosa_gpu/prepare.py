@@ -10,14 +10,14 @@ import dataclasses
 
 import torch
 
+from dosa_gpu.kernels.choose_heads import launch_choose_heads
+from dosa_gpu.kernels.head_means import launch_head_means
 from dosa_gpu.kernels.head_terms import launch_head_terms
 from dosa_gpu.kernels.project import launch_project
 from dosa_gpu.kernels.row_bound import launch_row_bound
 
-ACTIVE_SHARE = 0.5
-"""Negative heads active on at least this share of the sample join the aggregate."""
 SMALLEST_TILE = 16
-"""The projection's slots are padded to this or to twice this: what a matrix product takes."""
+"""Slots are padded to this or to twice this: what a matrix product takes."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,92 +25,105 @@ class RowConstants:
     """What the bound pass needs of each row, and the multipliers that certify it.
 
     Attributes:
-        columns: ``[rows, M, 128]`` float8_e4m3fn.
+        columns: ``[rows, M, 128]`` float8_e4m3fn; the last one is linear, the others are relu columns.
         coefficients: ``[rows, M]`` float32.
-        linear: ``[rows, M]`` bool; the others are relu columns.
         slack: ``[rows]`` float32, coefficient of the key norm.
         non_finite: ``[rows]`` bool; the row must not be pruned (NaN or Inf in q or weights).
         too_large: ``[rows]`` bool; the row must not be pruned (the bound could overflow).
-        retained: ``[rows, M]`` int32, head of a retained column, -1 elsewhere.
-        projection: ``[rows, H, M - 1]`` float32, multiplier of retained column j for omitted head g.
-        aggregate: ``[rows, H]`` float32, multiplier of an aggregated head, 0 elsewhere.
+        head: ``[rows, slots >= M - 1]`` int32, head of a retained column, -1 elsewhere.
+        projection: ``[rows, H, slots]`` float32, multiplier of retained column j for omitted head g.
+        multiplier: ``[rows, H]`` float32, multiplier of a negative head in the linear column, 0 elsewhere.
     """
 
     columns: torch.Tensor
     coefficients: torch.Tensor
-    linear: torch.Tensor
     slack: torch.Tensor
     non_finite: torch.Tensor
     too_large: torch.Tensor
-    retained: torch.Tensor
+    head: torch.Tensor
     projection: torch.Tensor
-    aggregate: torch.Tensor
+    multiplier: torch.Tensor
 
 
-def prepare_rows(q: torch.Tensor, weights: torch.Tensor, activity: torch.Tensor, num_columns: int) -> RowConstants:
-    """Choose and round the bound of each row.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """What the preparation needs of each head, whatever the number of columns.
 
-    Slots ``0 .. M-3`` hold retained heads (positive heads by ``w ||q||``, then negative ones by ``|w| ||q||
-    activity``); slot ``M-2`` one more head, or the linear column if a positive head is left out; slot ``M-1`` the
-    aggregate.
+    Attributes:
+        norm: ``[rows, H]`` float64, ``||q_h||``.
+        error: ``[rows, H]`` float64, ``D(q_h)``.
+        nan: ``[rows, H]`` int32, 1 for a head with a NaN code.
+        above, below: ``[rows, H]`` float32, mean of ``relu(q_h . k)`` and of ``relu(-q_h . k)`` on sampled keys.
+        mean_norm: ``[rows]`` float32, mean norm of the sampled keys.
+    """
+
+    norm: torch.Tensor
+    error: torch.Tensor
+    nan: torch.Tensor
+    above: torch.Tensor
+    below: torch.Tensor
+    mean_norm: torch.Tensor
+
+
+def head_terms(q: torch.Tensor, k: torch.Tensor, key_norm: torch.Tensor, sample: torch.Tensor) -> Heads:
+    """Norms and errors of the heads, and what they do on a sample of keys.
+
+    Args:
+        q: ``[rows, H, 128]`` float8_e4m3fn, contiguous.
+        k, key_norm: the keys and their norms.
+        sample: ``[rows, n]`` int32, keys near ``tau``; they steer the choice of columns only.
+    """
+    rows, num_heads, _ = q.shape
+    norm, error = (torch.empty(rows, num_heads, dtype=torch.float64, device=q.device) for _ in range(2))
+    nan = torch.empty(rows, num_heads, dtype=torch.int32, device=q.device)
+    above, below = (torch.empty(rows, num_heads, dtype=torch.float32, device=q.device) for _ in range(2))
+    mean_norm = torch.empty(rows, dtype=torch.float32, device=q.device)
+    launch_head_terms(q.view(torch.uint8), norm, error, nan)
+    launch_head_means(q, k, key_norm, sample, above, below, mean_norm)
+    return Heads(norm=norm, error=error, nan=nan, above=above, below=below, mean_norm=mean_norm)
+
+
+def prepare_rows(q: torch.Tensor, weights: torch.Tensor, heads: Heads, num_columns: int) -> RowConstants:
+    """Choose and round the bound of each row: ``M - 1`` relu columns of heads, and one linear column.
 
     Args:
         q: ``[rows, H, 128]`` float8_e4m3fn, contiguous; H 32 or 64.
         weights: ``[rows, H]`` float32, contiguous.
-        activity: ``[rows, H]``, share of sampled keys with a positive dot; steers the choice only.
-        num_columns: M.
+        heads: ``head_terms(q, ...)``.
+        num_columns: M, 2 to 32.
 
     Returns:
         RowConstants; rows marked ``non_finite`` or ``too_large`` hold no usable bound.
 
     Exactness: enclosure. Source: docs/bound.md.
     """
-    rows, heads, _ = q.shape
-    code = q.view(torch.uint8)
-    norm = torch.empty(rows, heads, dtype=torch.float64, device=q.device)
-    error = torch.empty_like(norm)
-    nan = torch.empty(rows, heads, dtype=torch.int32, device=q.device)
-    launch_head_terms(code, norm, error, nan)
-    finite_weights = weights.isfinite()
-    non_finite = (nan != 0).any(-1) | ~finite_weights.all(-1)
-    w = torch.where(finite_weights, weights, 0.0)
+    rows, num_heads, _ = q.shape
+    slots = SMALLEST_TILE if num_columns <= SMALLEST_TILE else 2 * SMALLEST_TILE
 
-    strength = w.double().abs() * norm
-    relative = strength / strength.amax(-1, keepdim=True).clamp(min=1e-300)
-    rank = torch.where(w > 0, 2.0 + relative, torch.where(w < 0, relative * activity, -1.0))
-    slots = num_columns - 1
-    best, head = rank.topk(min(slots, heads), dim=-1)
-    needs_linear = (w > 0).sum(-1) > slots
-    used = best >= 0
-    used[:, slots - 1 :] &= ~needs_linear[:, None]
-    retained = torch.zeros_like(w, dtype=torch.bool).scatter_(1, head, used)
-    share = torch.where((w > 0) & ~retained, w, 0.0)
-    multiplier = torch.where((w < 0) & ~retained & (activity >= ACTIVE_SHARE), -w, 0.0)
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=q.device)
 
-    padded = SMALLEST_TILE if slots <= SMALLEST_TILE else 2 * SMALLEST_TILE
-    slot_head = torch.full((rows, padded), -1, dtype=torch.int32, device=q.device)
-    slot_head[:, : head.shape[1]] = torch.where(used, head, -1)
-    projection = torch.empty(rows, heads, padded, dtype=torch.float32, device=q.device)
-    launch_project(q, slot_head, share, projection)
-
-    columns = torch.empty(rows, num_columns, q.shape[2], dtype=torch.uint8, device=q.device).view(q.dtype)
-    coefficients = torch.empty(rows, num_columns, dtype=torch.float32, device=q.device)
-    slack = torch.empty(rows, dtype=torch.float32, device=q.device)
-    too_large = torch.empty(rows, dtype=torch.int32, device=q.device)
+    head = empty(rows, slots, dtype=torch.int32)
+    share, multiplier, projection = empty(rows, num_heads), empty(rows, num_heads), empty(rows, num_heads, slots)
+    non_finite, too_large = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32)
+    columns = empty(rows, num_columns, q.shape[2], dtype=torch.uint8).view(q.dtype)
+    coefficients, slack = empty(rows, num_columns), empty(rows)
+    steering = (heads.above, heads.below, heads.mean_norm)
+    launch_choose_heads(
+        q, weights, heads.error, heads.nan, *steering, num_columns - 1, head, share, multiplier, non_finite
+    )
+    launch_project(q, head, share, *steering, projection)
     launch_row_bound(
-        code, weights, norm, error, slot_head, share, multiplier, projection, needs_linear.to(torch.int32), num_columns,
+        q.view(torch.uint8), weights, heads.norm, heads.error, head, share, multiplier, projection, num_columns,
         (columns, coefficients, slack, too_large),
     )  # fmt: skip
-    linear = torch.zeros_like(coefficients, dtype=torch.bool)
-    linear[:, slots - 1] = needs_linear
     return RowConstants(
         columns=columns,
         coefficients=coefficients,
-        linear=linear,
         slack=slack,
-        non_finite=non_finite,
-        too_large=~non_finite & (too_large != 0),
-        retained=torch.nn.functional.pad(slot_head[:, :slots], (0, 1), value=-1),
-        projection=projection[:, :, :slots],
-        aggregate=multiplier,
+        non_finite=non_finite != 0,
+        too_large=(too_large != 0) & (non_finite == 0),
+        head=head,
+        projection=projection,
+        multiplier=multiplier,
     )

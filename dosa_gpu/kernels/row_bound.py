@@ -32,7 +32,7 @@ def _power_of_two(exponent):
 
 @triton.jit
 def _round_to_fp8(vector):
-    """``vector = scale y + e``, ``scale`` a power of two: y as float8 and as float64 values, ``scale``, ``||e||``."""
+    """``vector = scale y + e``, ``scale`` a power of two: y as float8 and as float64, ``scale``, e, ``||e||^2``."""
     largest = tl.max(tl.abs(vector), axis=0)
     bits = largest.to(tl.int64, bitcast=True)
     exponent = ((bits >> 52) & 0x7FF) - 1022
@@ -45,14 +45,7 @@ def _round_to_fp8(vector):
     y = scaled.to(tl.float8e4nv)
     value = y.to(tl.float32).to(tl.float64)
     rest = vector - scale * value
-    return y, value, scale, tl.sqrt(tl.sum(rest * rest, axis=0))
-
-
-@triton.jit
-def _synthetic_terms(value):
-    """``||y|| + D(y)`` and ``D(y)`` of one vector."""
-    norm, error = vector_terms(tl.reshape(value, (1, 128)), 1)
-    return tl.sum(norm + error, axis=0), tl.sum(error, axis=0)
+    return y, value, scale, rest, tl.sum(rest * rest, axis=0)
 
 
 @triton.jit
@@ -61,16 +54,15 @@ def _row_bound_kernel(
     weight_ptr,  # [rows, HEADS] f32
     norm_ptr,  # [rows, HEADS] f64
     error_ptr,  # [rows, HEADS] f64
-    head_ptr,  # [rows, SLOTS] i32, -1 for an unused slot; slots COLUMNS - 1 .. are unused
+    head_ptr,  # [rows, SLOTS] i32, -1 for an unused slot
     share_ptr,  # [rows, HEADS] f32, weight of an omitted head, else 0
-    multiplier_ptr,  # [rows, HEADS] f32, lambda of an aggregated head, else 0
+    multiplier_ptr,  # [rows, HEADS] f32, multiplier of a negative head in the linear column, else 0
     projection_ptr,  # [rows, HEADS, SLOTS] f32
-    linear_ptr,  # [rows] i32, 1 if slot COLUMNS - 2 is the linear column
     column_ptr,  # [rows, COLUMNS, 128] e4m3
     column_code_ptr,  # the same memory as u8
     coefficient_ptr,  # [rows, COLUMNS] f32
     slack_ptr,  # [rows] f32
-    magnitude_ptr,  # [rows] i32, 1 if the row's numbers are too large
+    too_large_ptr,  # [rows] i32
     HEADS: tl.constexpr,
     SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -86,7 +78,6 @@ def _row_bound_kernel(
     error = tl.load(error_ptr + heads)
     share = tl.load(share_ptr + heads).to(tl.float64)
     multiplier = tl.load(multiplier_ptr + heads).to(tl.float64)
-    needs_linear = tl.load(linear_ptr + row) != 0
 
     # Retained heads one by one: their column, their coefficient, and their part of every projection.
     residual = x
@@ -98,45 +89,36 @@ def _row_bound_kernel(
         head = tl.load(head_ptr + row * SLOTS + slot)
         used = head >= 0
         place = row * HEADS + tl.maximum(head, 0)
-        code = tl.load(code_ptr + place * 128 + depth)
-        # The linear column's slot is written below, by other threads perhaps.
-        here = (slot < COLUMNS - 2) | (needs_linear == 0)
-        tl.store(
-            column_code_ptr + (row * COLUMNS + slot) * 128 + depth, tl.where(used, code, 0).to(tl.uint8), mask=here
-        )
-        a = tl.load(projection_ptr + heads * SLOTS + slot).to(tl.float64)
-        a = tl.where(used, a, 0.0)
+        code = tl.where(used, tl.load(code_ptr + place * 128 + depth), 0).to(tl.uint8)
+        tl.store(column_code_ptr + (row * COLUMNS + slot) * 128 + depth, code)
+        a = tl.where(used, tl.load(projection_ptr + heads * SLOTS + slot), 0.0).to(tl.float64)
         residual -= a[:, None] * decode(code)[None, :]
         projected = tl.sum(share * a, axis=0)
-        own_weight = tl.load(weight_ptr + place)
-        own_finite = (own_weight == own_weight) & (tl.abs(own_weight) < float("inf"))
-        own = tl.where(used & own_finite, own_weight, 0.0).to(tl.float64)
+        # Exact: one head's weight and zeros.
+        own = tl.sum(tl.where(tl.arange(0, HEADS) == head, w, 0.0), axis=0)
         coefficient = round_up(own + projected)
-        tl.store(coefficient_ptr + row * COLUMNS + slot, coefficient, mask=here)
+        tl.store(coefficient_ptr + row * COLUMNS + slot, coefficient)
         own_error = tl.load(error_ptr + place)
         own_magnitude = tl.load(norm_ptr + place) + own_error
         column_sum += tl.abs(coefficient.to(tl.float64)) * own_magnitude
         projected_dot += projected * own_error
         projected_magnitude += projected * own_magnitude
 
+    # The linear column: half of the residuals, less the negative heads without a column.
     residual = share[:, None] * residual
-    gram = tl.dot(residual, tl.trans(residual), out_dtype=tl.float64)
-    rho = tl.sqrt(tl.sum(tl.sum(tl.abs(gram), axis=1), axis=0)) / 2.0
-    linear_y, linear_value, linear_scale, linear_rounding = _round_to_fp8(tl.sum(residual, axis=0) / 2.0)
-    linear_magnitude, linear_error = _synthetic_terms(linear_value)
-    aggregate_y, aggregate_value, aggregate_scale, aggregate_rounding = _round_to_fp8(
-        tl.sum(multiplier[:, None] * x, axis=0)
-    )
-    aggregate_magnitude, aggregate_error = _synthetic_terms(aggregate_value)
+    vector = tl.sum(residual, axis=0) / 2.0 - tl.sum(multiplier[:, None] * x, axis=0)
+    y, value, scale, rest, rest_square = _round_to_fp8(vector)
+    y_norm, y_error = vector_terms(tl.reshape(value, (1, 128)), 1)
+    y_error = tl.sum(y_error, axis=0)
     last = row * COLUMNS + COLUMNS - 1
-    tl.store(column_ptr + last * 128 + depth, aggregate_y)
-    tl.store(coefficient_ptr + last, (-aggregate_scale).to(tl.float32))
-    column_sum += aggregate_scale * aggregate_magnitude
-    # Without an omitted head the residual is zero, and so are the linear column's terms; its slot may hold a head.
-    if needs_linear:
-        tl.store(column_ptr + (last - 1) * 128 + depth, linear_y)
-        tl.store(coefficient_ptr + last - 1, linear_scale.to(tl.float32))
-        column_sum += linear_scale * linear_magnitude
+    tl.store(column_ptr + last * 128 + depth, y)
+    tl.store(coefficient_ptr + last, scale.to(tl.float32))
+    column_sum += scale * (tl.sum(y_norm, axis=0) + y_error)
+
+    # rho: the Gram matrix of the halved residuals and the rounding error of the linear column.
+    gram = tl.dot(residual, tl.trans(residual), out_dtype=tl.float64)
+    along = tl.sum(tl.abs(tl.sum(residual * rest[None, :], axis=1)), axis=0)
+    rho = tl.sqrt(tl.sum(tl.sum(tl.abs(gram), axis=1), axis=0) / 4.0 + along + rest_square)
 
     head_sum = tl.sum(tl.abs(w) * (norm + error), axis=0)
     terms = (
@@ -144,10 +126,7 @@ def _row_bound_kernel(
         + tl.sum(share * error, axis=0)
         + projected_dot
         + tl.sum(multiplier * error, axis=0)
-        + linear_scale * linear_error
-        + aggregate_scale * aggregate_error
-        + linear_rounding
-        + aggregate_rounding
+        + scale * y_error
         + _HEAD_ULPS * head_sum
     )
     terms += _BOUND_ULPS * (column_sum + terms)
@@ -156,12 +135,10 @@ def _row_bound_kernel(
     tl.store(slack_ptr + row, slack)
     total = head_sum + column_sum + slack.to(tl.float64)
     # "not at most": a NaN total is too large as well.
-    tl.store(magnitude_ptr + row, ((total <= _MAGNITUDE_MAX) == 0).to(tl.int32))
+    tl.store(too_large_ptr + row, ((total <= _MAGNITUDE_MAX) == 0).to(tl.int32))
 
 
-def launch_row_bound(
-    code, weights, norm, error, head, share, multiplier, projection, linear, columns: int, out
-) -> None:
+def launch_row_bound(code, weights, norm, error, head, share, multiplier, projection, columns: int, out) -> None:
     """Write the bound of each row.
 
     Args:
@@ -169,10 +146,9 @@ def launch_row_bound(
         weights: ``[rows, num_heads]`` float32.
         norm, error: ``[rows, num_heads]`` float64, from ``launch_head_terms``.
         head: ``[rows, slots]`` int32, retained head per slot, -1 for an unused one.
-        share, multiplier: ``[rows, num_heads]`` float32: weights of omitted heads, multipliers of aggregated ones.
+        share, multiplier: ``[rows, num_heads]`` float32, from ``launch_choose_heads``.
         projection: ``[rows, num_heads, slots]`` float32, from ``launch_project``.
-        linear: ``[rows]`` int32, 1 where slot ``columns - 2`` is the linear column.
-        columns: M, at most ``slots + 1``; the last one is the aggregate.
+        columns: M, at most ``slots``; the last one is the linear column.
         out: (columns ``[rows, M, 128]`` float8_e4m3fn, coefficients ``[rows, M]`` float32, slack ``[rows]`` float32,
             too_large ``[rows]`` int32), written.
 
@@ -181,7 +157,7 @@ def launch_row_bound(
     rows, heads, _ = code.shape
     column, coefficient, slack, too_large = out
     _row_bound_kernel[(rows,)](
-        code, weights, norm, error, head, share, multiplier, projection, linear,
+        code, weights, norm, error, head, share, multiplier, projection,
         column, column.view(code.dtype), coefficient, slack, too_large,
         HEADS=heads, SLOTS=head.shape[1], COLUMNS=columns, num_warps=8,
     )  # fmt: skip

@@ -13,8 +13,8 @@ from dosa_ref.problem import PrefillProblem
 from dosa_ref.spec import InvalidProblem, Mode, UnsupportedConfiguration
 from dosa_verify.fuzz.cases import Case, Special, Values, Windows, build
 
-PATHS = [(Path.DENSE, Mode.BASE), *((Path.DOSA, mode) for mode in Mode)]
-PATH_IDS = ["dense", *(mode.value for mode in Mode)]
+PATHS = [(Path.DENSE, Mode.BASE), (Path.LITETOPK, Mode.EMIT), *((Path.DOSA, mode) for mode in Mode)]
+PATH_IDS = ["dense", "litetopk", *(mode.value for mode in Mode)]
 
 
 def tensors(problem, device):
@@ -69,7 +69,7 @@ class TestAllPaths:
         selection = run(problem, device, path, mode, survivor_capacity=30)
         assert_equals_reference(selection, problem)
         overflowed = selection.stats.fallback.get("survivor_overflow", [])
-        assert (len(overflowed) > 0) == (path is Path.DOSA and mode is not Mode.BASE)
+        assert (len(overflowed) > 0) == (path is not Path.DENSE and mode is not Mode.BASE)
 
     def test_few_heads_are_padded(self, path, mode, device):
         problem = build(dataclasses.replace(LEARNED, num_heads=20, rows=3, keys=300))
@@ -121,7 +121,7 @@ class TestPlan:
     @pytest.mark.parametrize("workspace_bytes", [9458176, 12 * 2**20, 64 * 2**20])
     def test_chunks_are_whole_tiles_and_rows_fit_either_way(self, num_keys, workspace_bytes):
         sizes = plan.plan_prefill(
-            num_heads=32, num_keys=num_keys, topk=4, mode=Mode.BOTH, columns=8,
+            num_heads=32, num_rows=9, num_keys=num_keys, topk=4, mode=Mode.BOTH, columns=8,
             workspace_bytes=workspace_bytes, survivor_capacity=1,
         )  # fmt: skip
         assert sizes.key_chunk % 64 == 0
@@ -191,22 +191,18 @@ class TestStats:
         assert (selection.topk_indices == -1).all()
         assert selection.stats.fallback == {"too_few_seeds": [0, 1]}
 
-    def test_rates_count_seeds_as_rescored(self, device):
+    def test_rates_count_seeds_and_the_pilots_scan_as_rescored(self, device):
         problem = build(LEARNED)
         stats = run(problem, device, columns=16).stats
-        sizes = plan.plan_prefill(
-            num_heads=32,
-            num_keys=1500,
-            topk=20,
-            mode=Mode.BOTH,
-            columns=16,
-            workspace_bytes=2**30,
-            survivor_capacity=None,
-        )
-        want = [max(1 - (sizes.seed_budget + survivors) / 1500, 0) for survivors in stats.survivors]
-        # Rates are quotients in float64; the sums behind them are exact.
-        np.testing.assert_allclose(stats.row_prune_rate, want, rtol=1e-12)
-        np.testing.assert_allclose(stats.prune_rate, np.mean(want), rtol=1e-12)
+        # One group of 12 rows: its pilot is row 5.
+        rescored = [round(1500 * (1 - rate)) for rate in stats.row_prune_rate]
+        assert rescored[5] == 1500
+        for row in (0, 4, 6, 11):
+            seeds = rescored[row] - stats.survivors[row]
+            # The pilot's 20 winners, the 64 newest keys and 64 spread ones; some may be the same.
+            assert 100 <= seeds <= 148
+        # Quotients in float64; the sums behind them are exact.
+        np.testing.assert_allclose(stats.prune_rate, np.mean(stats.row_prune_rate), rtol=1e-12)
 
 
 class TestFaultsInside:
@@ -214,33 +210,33 @@ class TestFaultsInside:
 
     def test_tau_too_high_is_noticed_and_the_row_recomputed(self, device, monkeypatch):
         problem = build(LEARNED)
-        plain = pipeline.RunningTopK.kth
-        calls = []
+        plain = pipeline.kth_best
 
-        def first_is_too_high(self):
-            tau = plain(self)
-            calls.append(1)
-            # The seeds' tau is asked for first in each block; make it better than any key.
-            return tau + tau.abs() * 100 if len(calls) == 1 else tau
+        def too_high(score, topk):
+            tau = plain(score, topk)
+            return tau + tau.abs() * 100
 
-        monkeypatch.setattr(pipeline.RunningTopK, "kth", first_is_too_high)
+        monkeypatch.setattr(pipeline, "kth_best", too_high)
         selection = run(problem, device)
         assert_equals_reference(selection, problem)
-        assert selection.stats.fallback["threshold_not_met"] == list(range(8))
+        assert selection.stats.fallback["threshold_not_met"] == list(range(12))
 
-    def test_a_bound_without_its_slack_loses_keys(self, device, monkeypatch):
-        # The mutant that the whole guard is for: if this passed, the tests above would prove nothing.
+    def test_a_bound_too_low_for_some_keys_loses_them(self, device, monkeypatch):
+        # The mutant that the whole guard is for: if this passed, the tests above would prove nothing. tau is lowered,
+        # so that enough other keys reach it and nothing looks wrong inside.
         problem = build(LEARNED)
-        plain = pipeline.prepare_rows
+        plain_bound, plain_kth = pipeline.launch_bound, pipeline.kth_best
 
-        def no_slack(*arguments):
-            constants = plain(*arguments)
-            shrunk = torch.where(constants.linear, constants.coefficients, constants.coefficients * 0.2)
-            return dataclasses.replace(constants, slack=torch.zeros_like(constants.slack), coefficients=shrunk)
+        def too_low(*arguments):
+            arguments = list(arguments)
+            arguments[7] = arguments[7].clone()
+            arguments[7][:200] = 0.0
+            plain_bound(*arguments)
 
-        monkeypatch.setattr(pipeline, "prepare_rows", no_slack)
-        monkeypatch.setattr(pipeline.RunningTopK, "kth", lambda self: torch.zeros_like(self.now[1][:, 0]))
+        monkeypatch.setattr(pipeline, "launch_bound", too_low)
+        monkeypatch.setattr(pipeline, "kth_best", lambda *arguments: plain_kth(*arguments) * 0.25)
         selection = run(problem, device)
+        assert selection.stats.fallback == {}
         assert selection.topk_indices.tolist() != select.select_dense(problem).topk_indices.tolist()
 
 
@@ -263,12 +259,36 @@ class TestChoices:
         assert selection.stats.path == "dense"
         assert_equals_reference(selection, short_rows)
 
-    def test_automatic_path_gives_up_on_a_slack_bound(self, device):
+    def test_automatic_path_gives_up_on_a_slack_bound(self, device, monkeypatch):
         problem = build(dataclasses.replace(LEARNED, values=Values.NORMAL, keys=900))
+        monkeypatch.setattr(plan, "MAX_ROWS", 8)
         selection = run(problem, device, Path.AUTO)
         assert selection.stats.fallback["slack_bound"] == [8, 9, 10, 11]
         assert_equals_reference(selection, problem)
         assert "slack_bound" not in run(problem, device, Path.DOSA).stats.fallback
+
+    def test_a_trial_chooses_the_columns(self, device, monkeypatch):
+        monkeypatch.setattr(plan, "TRIALS_FROM_PAIRS", 1)
+        problem = build(LEARNED)
+        seen = []
+        plain = plan.PrefillPlan.cheapest_columns
+
+        def note(self, shares, **options):
+            seen.append(shares)
+            return plain(self, shares, **options)
+
+        monkeypatch.setattr(plan.PrefillPlan, "cheapest_columns", note)
+        selection = run(problem, device, Path.AUTO)
+        assert_equals_reference(selection, problem)
+        (shares,) = seen
+        assert len(shares) == len(plan.SUPPORTED_COLUMNS)
+        assert 0 < shares[-1] <= shares[0] < 1
+        monkeypatch.setattr(plan, "FILTER_COST", {32: 0.0, 64: 0.0})
+        filtered = run(problem, device, Path.AUTO)
+        assert_equals_reference(filtered, problem)
+        assert filtered.stats.columns == 0
+        assert filtered.stats.fallback["slack_bound"] == list(range(12))
+        assert run(problem, device, Path.DOSA).stats.columns > 0
 
     def test_hints_raise_tau_and_change_nothing_else(self, device):
         problem = build(LEARNED).rows(0, 1)
@@ -282,22 +302,10 @@ class TestChoices:
         moved = dataclasses.replace(problem, cu_seqlen_ks=np.array([900], np.int32))
         assert_equals_reference(run(moved, device, hint_indices=outside), moved)
 
-    def test_seeds_are_distinct_visible_and_enough(self, random, device):
-        ks = torch.tensor([0, 5, 100, 40, 0], dtype=torch.int32, device=device)
-        ke = torch.tensor([1000, 65, 161, 40, 61], dtype=torch.int32, device=device)
-        hints = torch.from_numpy(random.permutation(1000)[:60].astype(np.int32)).to(device)
-        for given in (None, hints):
-            seed, is_seed = pipeline.choose_seeds(ks, ke, 60, given)
-            for row in range(5):
-                found = seed[row][is_seed[row]].tolist()
-                assert len(found) == len(set(found))
-                assert all(ks[row] <= key < ke[row] for key in found)
-                assert len(found) >= min(45, ke[row] - ks[row])
-
     def test_progress_ends_at_the_number_of_rows(self, device):
         seen = []
         run(build(LEARNED), device, on_progress=lambda done, rows: seen.append((done, rows)))
-        assert seen == [(8, 12), (12, 12)]
+        assert seen == [(12, 12)]
 
     def test_the_registered_operator(self, device):
         from dosa_gpu import ops  # noqa: F401
