@@ -34,6 +34,7 @@ from dosa_ref.guard import (
     BoundCertificate,
     GuardTerms,
     Lattice,
+    dot_error,
     e4m3_float64,
     e4m3_lattice,
     float_lattice,
@@ -59,8 +60,8 @@ from dosa_ref.spec import (
 )
 from dosa_ref.tensorcore import WGMMA_E4M3, dots
 
-ACTIVE_SHARE: Final = 0.5
-"""Negative heads that are active on at least this share of the sample go into the aggregate."""
+RESIDUAL_SHARE: Final = 0.7
+"""Share of the residual's norm bound that a hard key is taken to lose, in the choice between positive and negative."""
 
 _SYNTHETIC_LOG2_LIMIT: Final = 100
 """``2^-m`` of a synthetic column keeps ``|m|`` at most this, so that it is a normal float32."""
@@ -141,23 +142,23 @@ def build_row_bound(
     q_row: npt.NDArray[Any],
     w_row: npt.NDArray[np.float32],
     max_columns: int,
-    activity: npt.NDArray[np.floating[Any]] | None = None,
-    centred: bool = True,
+    sample: npt.NDArray[Any] | None = None,
 ) -> RowBound:
     """Choose the columns of one row, round them, and add up the guard.
 
-    All heads with a non-zero weight are retained if they fit. Otherwise: positive heads by ``w ||q||``, one aggregate
-    of the active negative heads, and, where a positive head had to be left out, one linear column (``centred``). What
-    is then left of the budget goes to negative heads by ``|w| ||q||``. Omitted heads are projected by non-negative
-    least squares.
+    All heads with a non-zero weight are retained if they fit. Otherwise ``M - 1`` heads are retained and the last
+    column is linear: it holds half of the residuals of the omitted positive heads, less those negative heads that lose
+    less when they count linearly than when they count 0. Positive heads are retained in the order of a pivoted Cholesky
+    factorisation of their weighted Gram matrix, negative ones by what leaving them out would lose on the sample, and so
+    many of either that the expected loss is least. Omitted heads are projected by non-negative least squares with a
+    price on each multiplier, the mean magnitude of its column on the sample.
 
     Args:
         q_row: E4M3 ``[H, 128]`` (uint8 codes or float8_e4m3fn), no NaN.
         w_row: float32 ``[H]``, finite.
         max_columns: column budget M, 1 to ``MAX_COLUMNS``; every kind of column counts.
-        activity: share of sample keys on which each head's dot is positive, ``[H]`` in 0..1; None counts every head
-            as active.
-        centred: spend a column on halving the residual.
+        sample: E4M3 ``[n, 128]``, n > 0, keys that are hard to prune (scores below ``tau``); None takes every head as
+            active on all keys and multipliers as free.
 
     Returns:
         The bound; its actual number of columns is at most ``max_columns``.
@@ -167,41 +168,77 @@ def build_row_bound(
 
     Exactness: the choice is heuristic, the result is an enclosure for any choice.
 
-    Special values: zero weights and zero queries are fine; a row without a non-zero weight gets one unused column.
+    Special values: zero weights and zero queries are fine; a row without a non-zero weight gets one unused column; NaN
+        in a sample key counts as 0.
 
-    Source: docs/bound.md, sections "Columns of the bound" and "The guard".
+    Source: docs/bound.md, sections "Columns of the bound", "The choice" and "The guard".
     """
     if not 1 <= max_columns <= MAX_COLUMNS:
         raise InvalidProblem("max_columns", max_columns, f"1 to {MAX_COLUMNS}")
     if not row_is_finite(q_row, w_row):
         raise InvalidProblem("q_row, w_row", "NaN or Inf", "finite values (other rows take the dense path)")
     x, w = e4m3_float64(q_row), w_row.astype(np.float64)
-    retained, aggregated, with_linear = _choose_heads(x, w, max_columns, activity, centred)
-    omitted = [h for h in range(len(w)) if w[h] > 0 and h not in retained]
+    means = _sample_means(x, sample)
+    retained = _choose_heads(x, w, dot_error(q_row), max_columns, means)
+    left = np.array([h not in retained for h in range(len(w))])
+    omitted, with_linear = left & (w > 0), bool((w[left] != 0).any())
+    multipliers = np.where(left & (w < 0) & (means.above > means.below), np.abs(w), 0.0)
 
     kept = len(retained)
-    with_aggregate = bool(aggregated)
-    size = max(kept + with_aggregate + with_linear, 1)
-    projection = np.zeros((len(w), size))
-    for g in omitted:
-        projection[g, :kept] = nnls(x[retained].T, x[g])[0] if kept else 0.0
-    aggregate = np.zeros((size, len(w)))
-    columns = np.zeros((size, HEAD_DIM), np.uint8)
-    coefficients = np.zeros(size, np.float32)
-    linear = np.zeros(size, np.bool_)
-    columns[:kept] = q_row.view(np.uint8)[retained]
-    coefficients[:kept] = [_round_up(w[h] + (w * projection[:, j]).sum()) for j, h in enumerate(retained)]
-    if with_aggregate:
-        aggregate[kept, aggregated] = np.abs(w[aggregated])
-        columns[kept], scale = _round_to_fp8(aggregate[kept] @ x)
-        coefficients[kept] = -scale
+    size = max(kept + with_linear, 1)
+    projection, aggregate, linear = np.zeros((len(w), size)), np.zeros((size, len(w))), np.zeros(size, np.bool_)
+    if kept:
+        basis = x[retained]
+        price = (means.above + means.below)[retained] / means.norm if sample is not None else np.zeros(kept)
+        # A price p on the multipliers is the same as a target that is shorter by t, with basis @ t = p.
+        shift = np.linalg.pinv(basis) @ price / 2
+        for g in np.flatnonzero(omitted):
+            projection[g, :kept] = nnls(basis.T, x[g] - np.linalg.norm(x[g]) * shift)[0]
     if with_linear:
-        residuals = w[omitted, None] * (x[omitted] - projection[omitted][:, :kept] @ x[retained])
-        columns[-1], coefficients[-1] = _round_to_fp8(residuals.sum(axis=0) / 2)
-        linear[-1] = True
+        aggregate[-1], linear[-1] = multipliers, True
     certificate = BoundCertificate(
         retained=np.array([*retained, *[-1] * (size - kept)], np.int64), projection=projection, aggregate=aggregate
     )
+    return round_bound(q_row, w_row, linear, certificate)
+
+
+def round_bound(
+    q_row: npt.NDArray[Any],
+    w_row: npt.NDArray[np.float32],
+    linear: npt.NDArray[np.bool_],
+    certificate: BoundCertificate,
+) -> RowBound:
+    """The rounded bound that a certificate stands for: FP8 columns, float32 coefficients and the guard.
+
+    Args:
+        q_row: E4M3 ``[H, 128]`` (uint8 codes or float8_e4m3fn), no NaN.
+        w_row: float32 ``[H]``, finite.
+        linear: bool ``[M]``; True for the linear column, of which there is at most one, and none that is retained.
+        certificate: the multipliers.
+
+    Returns:
+        The bound; a synthetic relu column that aggregates nothing is an unused column.
+
+    Exactness: enclosure, for any multipliers in the ranges that :class:`BoundCertificate` gives.
+
+    Source: docs/bound.md, sections "Columns of the bound" and "The guard".
+    """
+    x, w = e4m3_float64(q_row), w_row.astype(np.float64)
+    retained = certificate.retained
+    omitted = (w > 0) & ~np.isin(np.arange(len(w)), retained)
+    columns = np.where(retained[:, None] >= 0, q_row.view(np.uint8)[retained], np.uint8(0))
+    coefficients = np.zeros(len(retained), np.float32)
+    shares = np.where(omitted[:, None], w[:, None] * certificate.projection, 0.0)
+    vectors = certificate.aggregate @ x
+    residuals = np.where(omitted[:, None], w[:, None] * (x - certificate.projection @ e4m3_float64(columns)), 0.0)
+    for j, head in enumerate(retained.tolist()):
+        if head >= 0:
+            coefficients[j] = _round_up(w[head] + shares[:, j].sum())
+        elif linear[j]:
+            columns[j], coefficients[j] = _round_to_fp8(residuals.sum(axis=0) / 2 - vectors[j])
+        elif certificate.aggregate[j].any():
+            columns[j], scale = _round_to_fp8(vectors[j])
+            coefficients[j] = -scale
     terms = guard_terms(q_row, w_row, columns, coefficients, linear, certificate)
     return RowBound(
         columns=columns.view(ml_dtypes.float8_e4m3fn),
@@ -225,29 +262,74 @@ def row_within_magnitude(q_row: npt.NDArray[Any], w_row: npt.NDArray[np.float32]
     return bool(heads + columns + float(bound.slack) <= 2.0**ROW_MAGNITUDE_LOG2_MAX)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SampleMeans:
+    """What the heads do on the sample: means of ``relu(x_h)`` and ``relu(-x_h)``, ``[H]``, and of the key norm."""
+
+    above: npt.NDArray[np.float64]
+    below: npt.NDArray[np.float64]
+    norm: float
+
+
+def _sample_means(x: npt.NDArray[np.float64], sample: npt.NDArray[Any] | None) -> _SampleMeans:
+    if sample is None:
+        return _SampleMeans(above=np.sqrt((x * x).sum(axis=-1)), below=np.zeros(len(x)), norm=1.0)
+    keys = np.nan_to_num(e4m3_float64(sample))
+    dot = x @ keys.T
+    norm = float(np.sqrt((keys * keys).sum(axis=-1)).mean())
+    # A sample of zero keys says nothing; any positive norm will do.
+    return _SampleMeans(
+        above=np.maximum(dot, 0.0).mean(axis=-1), below=np.maximum(-dot, 0.0).mean(axis=-1), norm=norm or 1.0
+    )
+
+
 def _choose_heads(
     x: npt.NDArray[np.float64],
     w: npt.NDArray[np.float64],
+    error: npt.NDArray[np.float64],
     max_columns: int,
-    activity: npt.NDArray[np.floating[Any]] | None,
-    centred: bool,
-) -> tuple[list[int], list[int], bool]:
-    """Retained heads (in column order), aggregated heads, and whether there is a linear column."""
-    strength = np.abs(w) * np.sqrt((x * x).sum(axis=-1))
-    by_strength = np.argsort(-strength, kind="stable").tolist()
-    positive = [h for h in by_strength if w[h] > 0]
-    negative = [h for h in by_strength if w[h] < 0]
-    if len(positive) + len(negative) <= max_columns:
-        return positive + negative, [], False
-    active = [h for h in negative if activity is None or activity[h] >= ACTIVE_SHARE]
-    reserved = 1 if active else 0
-    if len(positive) + reserved > max_columns:
-        # At least one column must be a head, or there would be nothing to project on.
-        with_linear = centred and max_columns - reserved >= 2
-        kept = positive[: max(max_columns - reserved - with_linear, 0)]
-        return kept, active, with_linear
-    spare = negative[: max_columns - len(positive) - reserved]
-    return positive + spare, [h for h in active if h not in spare], False
+    means: _SampleMeans,
+) -> list[int]:
+    """Retained heads, in column order; ``error`` is ``D(q_h)``."""
+    order, residual = _pivots(x, w, error)
+    # Counted 0, a negative head loses its positive part; counted linearly, its negative part and a dot error.
+    linear = means.above > means.below
+    lost = np.abs(w) * np.where(linear, means.below + error * means.norm, means.above)
+    negative = [h for h in np.argsort(-lost, kind="stable").tolist() if w[h] < 0]
+    if len(order) + len(negative) <= max_columns:
+        return order + negative
+    budget = max_columns - 1
+
+    def cost(positive: int) -> float:
+        left_out = negative[budget - positive :]
+        return RESIDUAL_SHARE * means.norm * residual[positive] + float(lost[left_out].sum())
+
+    best = min(range(min(budget, len(order)) + 1), key=cost)
+    return order[:best] + negative[: budget - best]
+
+
+def _pivots(
+    x: npt.NDArray[np.float64], w: npt.NDArray[np.float64], error: npt.NDArray[np.float64]
+) -> tuple[list[int], list[float]]:
+    """Positive heads in the order of a pivoted Cholesky factorisation of the Gram matrix of ``w_h q_h``.
+
+    Beside each number of retained heads what the others cost per unit of the key norm: half the root of what is left of
+    the matrix, and their dot errors, once as omitted and about once as projected.
+    """
+    left = np.flatnonzero(w > 0).tolist()
+    weighted = np.where(w > 0, w, 0.0)[:, None] * x
+    gram = weighted @ weighted.T
+    order: list[int] = []
+    residual = []
+    while True:
+        residual.append(math.sqrt(np.abs(gram[np.ix_(left, left)]).sum()) / 2 + 2 * float((w * error)[left].sum()))
+        if not left:
+            return order, residual
+        pivot = max(left, key=lambda h: gram[h, h])
+        if gram[pivot, pivot] > 0:
+            gram = gram - np.outer(gram[:, pivot], gram[pivot]) / gram[pivot, pivot]
+        order.append(pivot)
+        left.remove(pivot)
 
 
 def _round_up(value: np.float64) -> np.float32:
@@ -512,15 +594,15 @@ def _certificate_fault(
     if (projection < 0).any() or projection[~is_omitted].any() or projection[:, retained < 0].any():
         return {"reason": "projection must be >= 0, of omitted positive heads on retained columns"}
     is_aggregated = (w_row < 0) & ~np.isin(np.arange(len(w_row)), retained)
-    takes_aggregate = (retained < 0) & ~linear
-    if (aggregate < 0).any() or aggregate[:, ~is_aggregated].any() or aggregate[~takes_aggregate].any():
-        return {"reason": "aggregate must be >= 0, of negative heads that are not retained, in synthetic relu columns"}
+    synthetic = retained < 0
+    if (aggregate < 0).any() or aggregate[:, ~is_aggregated].any() or aggregate[~synthetic].any():
+        return {"reason": "aggregate must be >= 0, of negative heads that are not retained, in synthetic columns"}
     shares = float_lattice(aggregate)
     totals = Lattice(shares.values.sum(axis=0), shares.exponent).fractions()
     for h, total in enumerate(totals):
         if total > abs(Fraction(float(w_row[h]))):
             return {"reason": "aggregate exceeds |w|", "head": h, "total": _decimal(total)}
-    if (coefficients[takes_aggregate] > 0).any():
+    if (coefficients[synthetic & ~linear] > 0).any():
         return {"reason": "the coefficient of an aggregate must not be positive"}
     return None
 

@@ -5,12 +5,13 @@ r_g``, ``v`` a synthetic vector before rounding and ``e = v - |c| y`` its roundi
 each line):
 
 ===================  ===================================================================================================
-``residual``         ``sqrt(sum |R_g . R_g'|) / 2`` with a linear column, ``sqrt(sum max(R_g . R_g', 0))`` without
+``residual``         ``sqrt(sum |V . V'|)`` over all pairs of the ``R_g / 2`` and the linear column's ``e``; without a
+linear column ``sqrt(sum max(R_g . R_g', 0))``
 ``omitted_dot``      ``sum_g w_g D(q_g)``
 ``projected_dot``    ``sum_j (sum_g w_g a_gj) D(q_j)``
 ``aggregated_dot``   ``sum_h lambda_h D(q_h)``
 ``column_dot``       ``sum_{synthetic} |c| D(y)``
-``column_rounding``  ``sum_{synthetic} ||e||``
+``column_rounding``  ``sum_{synthetic relu} ||e||``
 ``head_chain``       ``HEAD_CHAIN_ULPS u sum_h |w_h| mag(q_h)``
 ``bound_chain``      ``BOUND_CHAIN_ULPS u (sum_j |c_j| mag(y_j) + all terms above)``
 ``float64``          ``2^FLOAT64_SLACK_LOG2 (sum_h |w_h| mag(q_h) + sum_j |c_j| mag(y_j) + all terms above + sum w_g
@@ -65,8 +66,8 @@ class BoundCertificate:
             ``[M]``.
         projection: ``a_gj >= 0``, share of retained column ``j`` in omitted head ``g``; float64 ``[H, M]``, zero
             elsewhere.
-        aggregate: ``lambda_jh >= 0``, share of negative head ``h`` in relu column ``j``, adding up to at most
-            ``|w_h|`` over the columns; float64 ``[M, H]``, zero elsewhere.
+        aggregate: ``lambda_jh >= 0``, share of negative head ``h`` in synthetic column ``j`` (relu or linear), adding
+            up to at most ``|w_h|`` over the columns; float64 ``[M, H]``, zero elsewhere.
     """
 
     retained: npt.NDArray[np.int64]
@@ -187,14 +188,14 @@ def guard_terms(
     shares = np.where(omitted[:, None], w[:, None] * certificate.projection, 0.0)
     projected = shares.sum(axis=0)
     residuals = np.where(omitted[:, None], w[:, None] * (x - certificate.projection @ y), 0.0)
-    gram = residuals @ residuals.T
     vectors = certificate.aggregate @ x
-    if linear.any():
-        residual = math.sqrt(np.abs(gram).sum()) / 2
-        vectors[linear] = residuals.sum(axis=0) / 2
-    else:
-        residual = math.sqrt(np.maximum(gram, 0.0).sum())
+    vectors[linear] = residuals.sum(axis=0) / 2 - vectors[linear]
     rounding = vectors - np.where(linear, c, np.abs(c))[:, None] * y
+    if linear.any():
+        together = np.concatenate([residuals / 2, rounding[linear]])
+        residual = math.sqrt(np.abs(together @ together.T).sum())
+    else:
+        residual = math.sqrt(np.maximum(residuals @ residuals.T, 0.0).sum())
     head_error, head_magnitude = dot_error(q_row), magnitude(q_row)
     column_error, column_magnitude = dot_error(columns), magnitude(columns)
     multipliers = certificate.aggregate.sum(axis=0)
@@ -206,7 +207,7 @@ def guard_terms(
         "projected_dot": float((projected * column_error).sum()),
         "aggregated_dot": float((multipliers * head_error).sum()),
         "column_dot": float((np.abs(c) * column_error)[synthetic].sum()),
-        "column_rounding": float(np.sqrt((rounding[synthetic] ** 2).sum(axis=-1)).sum()),
+        "column_rounding": float(np.sqrt((rounding[synthetic & ~linear] ** 2).sum(axis=-1)).sum()),
         "head_chain": HEAD_CHAIN_ULPS * float(FLOAT32_UNIT) * head_sum,
     }
     terms["bound_chain"] = BOUND_CHAIN_ULPS * float(FLOAT32_UNIT) * (column_sum + sum(terms.values()))
@@ -332,22 +333,20 @@ def _exact_terms(
     head_sum = _dot([abs(value) for value in w], [magnitude_exact(code, sqrt) for code in q_row])
     column_sum = _dot([abs(value) for value in c], [magnitude_exact(code, sqrt) for code in columns])
     omitted, residuals = residual_lattice(q_row, w_row, columns, certificate)
-    gram = residuals.values @ residuals.values.T
-    square = Fraction(2) ** (2 * residuals.exponent)
-    if linear.any():
-        residual = sqrt(int(np.abs(gram).sum()) * square) / 2
-    else:
-        residual = sqrt(int(np.maximum(gram, 0).sum()) * square)
     synthetic = [j for j in range(len(c)) if certificate.retained[j] < 0]
     shares = float_lattice(certificate.projection[omitted]).fractions()
     projected = [_dot([w[g] for g in omitted], [share[j] for share in shares]) for j in range(len(c))]
     multipliers = float_lattice(certificate.aggregate)
-    rounding = Fraction(0)
+    rounding, linear_error = Fraction(0), None
     for j in synthetic:
-        vector = synthetic_vector(q_row, residuals, certificate, bool(linear[j]), j).fractions()
-        c_j = c[j] if linear[j] else abs(c[j])
-        y_j = e4m3_lattice(columns[j]).fractions()
-        rounding += sqrt(sum(((v - c_j * y) ** 2 for v, y in zip(vector, y_j, strict=True)), Fraction(0)))
+        vector = synthetic_vector(q_row, residuals, certificate, bool(linear[j]), j)
+        factor = coefficients[j] if linear[j] else np.abs(coefficients[j])
+        error = _difference(vector, factor, e4m3_lattice(columns[j]))
+        if linear[j]:
+            linear_error = error
+        else:
+            rounding += sqrt(_inner(error, error))
+    residual = sqrt(_residual_square(residuals, linear_error))
     aggregated = Lattice(multipliers.values.sum(axis=0), multipliers.exponent).fractions()
     terms = {
         "residual": residual,
@@ -362,14 +361,43 @@ def _exact_terms(
     return ExactGuardTerms(**terms, bound_chain=bound_chain, floor=Fraction(2) ** SLACK_FLOOR_LOG2)
 
 
+def _difference(vector: Lattice, factor: np.float32, column: Lattice) -> Lattice:
+    """``vector - factor * column``, exactly."""
+    scale = float_lattice(np.asarray(factor))
+    exponent = min(vector.exponent, scale.exponent + column.exponent)
+    left = vector.values * (1 << vector.exponent - exponent)
+    right = scale.values * column.values * (1 << scale.exponent + column.exponent - exponent)
+    return Lattice(left - right, exponent)
+
+
+def _inner(left: Lattice, right: Lattice) -> Fraction:
+    """Inner product of two vectors."""
+    return int(left.values @ right.values) * Fraction(2) ** (left.exponent + right.exponent)
+
+
+def _residual_square(residuals: Lattice, linear_error: Lattice | None) -> Fraction:
+    """What stands under the root of ``residual``; ``linear_error`` is the ``e`` of the linear column, None without."""
+    gram = residuals.values @ residuals.values.T
+    unit = Fraction(2) ** (2 * residuals.exponent)
+    if linear_error is None:
+        return int(np.maximum(gram, 0).sum()) * unit
+    # |R/2 . R'/2| over all pairs, |R/2 . e| twice, and e . e.
+    along = int(np.abs(residuals.values @ linear_error.values).sum()) * Fraction(2) ** (
+        residuals.exponent + linear_error.exponent
+    )
+    return int(np.abs(gram).sum()) * unit / 4 + along + _inner(linear_error, linear_error)
+
+
 def synthetic_vector(
     q_row: npt.NDArray[Any], residuals: Lattice, certificate: BoundCertificate, is_linear: bool, column: int
 ) -> Lattice:
-    """The exact vector ``v [128]`` of a synthetic column: half the sum of the residuals, or an aggregate of heads."""
-    if is_linear:
-        return Lattice(residuals.values.sum(axis=0) + np.zeros(q_row.shape[-1], object), residuals.exponent - 1)
+    """The exact vector ``v [128]`` of a synthetic column: an aggregate, or half the sum of the residuals less that."""
     multipliers, x = float_lattice(certificate.aggregate[column]), e4m3_lattice(q_row)
-    return Lattice(multipliers.values @ x.values, multipliers.exponent + x.exponent)
+    aggregate = Lattice(multipliers.values @ x.values, multipliers.exponent + x.exponent)
+    if not is_linear:
+        return aggregate
+    half = Lattice(residuals.values.sum(axis=0) + np.zeros(q_row.shape[-1], object), residuals.exponent - 1)
+    return _difference(half, np.float32(1), aggregate)
 
 
 def guard_enclosure(

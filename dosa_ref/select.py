@@ -29,10 +29,9 @@ from dosa_ref.problem import PagedProblem, PrefillProblem
 from dosa_ref.quantize import unpack_pages
 from dosa_ref.scorer import float32_of_exact, score_row, score_row_exact, scores_sm90
 from dosa_ref.spec import HEAD_DIM, PAD_INDEX, Contract, Fallback, InvalidProblem, Mode, UnsupportedConfiguration
-from dosa_ref.tensorcore import WGMMA_E4M3, dots
 
-ACTIVITY_SAMPLE: Final = 256
-"""Seeds on which the activity of the heads is measured; it steers the choice of columns, nothing else."""
+HALF_SAMPLE: Final = 32
+"""So many seeds below ``tau``, and so many keys of the window, steer the choice of columns, and nothing else."""
 
 Indices = npt.NDArray[np.int32]
 Scores = npt.NDArray[np.float32]
@@ -305,9 +304,9 @@ def _prefill_row(
     pruning = mode in (Mode.PRUNE, Mode.BOTH)
     alive = np.ones(visible, np.bool_)
     if pruning:
-        sample = k[seeds[:: max(1, len(seeds) // ACTIVITY_SAMPLE)]]
-        activity = (dots(q, sample, WGMMA_E4M3) > 0).mean(axis=1)
-        bound = build_row_bound(q, w, columns, activity)
+        below = seeds[seed_scores < tau]
+        sample = np.concatenate([keys[:: max(1, len(keys) // HALF_SAMPLE)] for keys in (k[below], k)])
+        bound = build_row_bound(q, w, columns, sample)
         if not row_within_magnitude(q, w, bound):
             return _dense_row(problem, row, Fallback.ROW_MAGNITUDE)
         # Written so that a NaN bound keeps the key.

@@ -66,6 +66,18 @@ def _several_aggregates(_: Constants, *, shared: bool = True) -> Statement:
     )
 
 
+def _linear_negative(_: Constants, *, negative: bool = True, capped: bool = True, same_sign: bool = True) -> Statement:
+    # y and signed are the sums so far of lambda_h x_h and of w_h relu(x_h), over any negative heads.
+    y, signed, w, multiplier, x = reals("y signed w multiplier x")
+    premises: list[Term] = [signed <= -y]
+    premises.append(w <= 0 if negative else w >= 0)
+    if same_sign:
+        premises.append(multiplier >= 0)
+    if capped:
+        premises.append(multiplier <= absolute(w))
+    return Statement(logic="QF_NRA", premises=tuple(premises), claim=signed + w * relu(x) <= -(y + multiplier * x))
+
+
 def _projection(_: Constants, *, non_negative: bool = True) -> Statement:
     # x = (sum so far of a_j x_j) + residual, bound = (sum so far of a_j relu(x_j)) + relu(residual).
     x, bound, a, column = reals("x bound a column")
@@ -217,6 +229,29 @@ def _column_rounding(_: Constants, *, own_error: bool = True, norm_covers: bool 
     )
 
 
+def _linear_column(
+    _: Constants, *, own_error: bool = True, norm_covers: bool = True, rounding_covered: bool = True
+) -> Statement:
+    # v = scale * y + e. exact, column, error: v.k, y.k and e.k; computed: the FP8 dot of y and k; size: the sum of
+    # |R_g.k| / 2; whole: the sum of |V.k| over all V, that is all R_g / 2 and e; rho: the root over all of them.
+    exact, column, error, computed, scale, dot_error = reals("exact column error computed scale dot_error")
+    size, whole, rho, key_norm, n = reals("size whole rho key_norm n")
+    return Statement(
+        logic="QF_NRA",
+        premises=(
+            scale > 0,
+            rho >= 0,
+            key_norm <= n if norm_covers else n >= 0,
+            equal(exact, scale * column + error),
+            absolute(computed - column) <= dot_error * n,
+            equal(whole, size + absolute(error) if rounding_covered else size),
+            # signed_sum_norm and residual_geometry, for all V.
+            whole <= key_norm * rho,
+        ),
+        claim=exact + size <= scale * computed + (scale * dot_error + rho if own_error else rho) * n,
+    )
+
+
 def _column_rounding_step(_: Constants, *, added: bool = True) -> Statement:
     # difference: v.k - scale * y.k so far, equal to e.k so far; one more coordinate.
     difference, y, e, k, scale = reals("difference y e k scale")
@@ -293,7 +328,21 @@ LEMMAS = (
                 build=partial(_several_aggregates, shared=False),
             ),
         ),
-        note="Each aggregate is then `aggregation` with the weight -lambda_j.",
+        note="Each aggregate is then `aggregation` or `linear_negative` with the weight -lambda_j.",
+    ),
+    Lemma(
+        id="linear_negative",
+        statement="For any w_h <= 0 and 0 <= lambda_h <= |w_h|: sum w_h relu(x_h) <= -sum lambda_h x_h.",
+        theme=THEME,
+        build=_linear_negative,
+        speaks_of=("dosa_ref.bound.build_row_bound",),
+        mutants=(
+            Mutant(id="positive_head", broken="a positive head", build=partial(_linear_negative, negative=False)),
+            Mutant(id="uncapped", broken="lambda_h may exceed |w_h|", build=partial(_linear_negative, capped=False)),
+            Mutant(
+                id="wrong_sign", broken="lambda_h may be negative", build=partial(_linear_negative, same_sign=False)
+            ),
+        ),
     ),
     Lemma(
         id="projection",
@@ -412,6 +461,29 @@ LEMMAS = (
             ),
             Mutant(id="small_norm", broken="n may be below ||k||", build=partial(_column_rounding, norm_covers=False)),
         ),
+    ),
+    Lemma(
+        id="linear_column",
+        statement="For L = 2^-m y + e: L.k + sum_g |R_g.k| / 2 <= 2^-m d_y + (2^-m D(y) + sqrt(sum |V.V'|)) n, the V "
+        "being all R_g / 2 and e.",
+        theme=THEME,
+        build=_linear_column,
+        speaks_of=("dosa_ref.bound.build_row_bound", "dosa_ref.guard.guard_terms"),
+        mutants=(
+            Mutant(
+                id="rounding_not_covered",
+                broken="the root over the R_g/2 only",
+                build=partial(_linear_column, rounding_covered=False),
+            ),
+            Mutant(
+                id="no_dot_error",
+                broken="the column's own D(y) left out",
+                build=partial(_linear_column, own_error=False),
+            ),
+            Mutant(id="small_norm", broken="n may be below ||k||", build=partial(_linear_column, norm_covers=False)),
+        ),
+        note="Uses `column_rounding_step` and, for all V, `signed_sum_norm` and `residual_geometry` as premises; the "
+        "halves are those of `centred_residual`.",
     ),
     Lemma(
         id="coefficient_round_up",

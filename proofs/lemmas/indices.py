@@ -209,7 +209,11 @@ LEMMAS = (
         statement="Dropping from a sorted list what equals its predecessor leaves every entry once.",
         theme=THEME,
         build=_distinct_seeds,
-        speaks_of=("dosa_ref.select.select_prefill", "dosa_ref.select.select_decode"),
+        speaks_of=(
+            "dosa_ref.select.select_prefill",
+            "dosa_ref.select.select_decode",
+            "dosa_gpu.seeds.group_seeds",
+        ),
         mutants=(
             Mutant(id="unsorted", broken="the list is not sorted", build=partial(_distinct_seeds, ascending=False)),
         ),
@@ -219,7 +223,7 @@ LEMMAS = (
         statement="floor(i L / n) grows with i if L >= n: seeds of an even spread are distinct.",
         theme=THEME,
         build=_stride_seeds,
-        speaks_of=("dosa_gpu.pipeline.choose_seeds",),
+        speaks_of=("dosa_gpu.seeds.own_seeds",),
         mutants=(Mutant(id="short_row", broken="fewer keys than seeds", build=partial(_stride_seeds, long=False)),),
     ),
     Lemma(
@@ -227,7 +231,7 @@ LEMMAS = (
         statement="Hints and older keys that lie before the newest keys are none of these.",
         theme=THEME,
         build=_disjoint_seeds,
-        speaks_of=("dosa_gpu.pipeline.choose_seeds", "dosa_ref.select.default_seeds"),
+        speaks_of=("dosa_gpu.seeds.own_seeds", "dosa_ref.select.default_seeds"),
         mutants=(
             Mutant(id="any_hint", broken="a hint may be a newest key", build=partial(_disjoint_seeds, filtered=False)),
         ),

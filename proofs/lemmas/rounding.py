@@ -37,6 +37,8 @@ from proofs.terms import (
 
 THEME = "rounding"
 HEADS = max(SM90_NUM_HEADS)
+VECTORS = HEADS + 1
+"""Vectors under the root of the residuals: one for each head, and the rounding error of the linear column."""
 HEAD_ROUNDINGS = HEADS // 8 + 4
 """Roundings between a dot and the score: ``HEADS / 8`` heads of a chain, two chains, the key scale, two sums."""
 
@@ -47,8 +49,8 @@ HALF_SUBNORMAL = Fraction(1, 2**150)
 """Largest error of one float32 rounding that underflows."""
 
 FLOAT64_UNIT = Fraction(1, 2**53)
-FLOAT64_ROUNDINGS = HEADS * HEADS + 4 * 128
-"""Longest chain of float64 roundings on the query side: a sum over all pairs of heads of dots of 128, and a margin."""
+FLOAT64_ROUNDINGS = VECTORS * VECTORS + 4 * 128
+"""Longest chain of float64 roundings on the query side: a sum over all pairs of vectors, of dots of 128, with room."""
 
 FLOAT32_LIMIT = 2**127
 """No float32 result of a magnitude below this overflows."""
@@ -280,7 +282,7 @@ def _float64_slack(constants: Constants, *, roundings: int = FLOAT64_ROUNDINGS) 
 
 
 def _norm_sum(_: Constants, *, one_more: int = 1) -> Statement:
-    # norms, squares: sums of ||R_g|| and of ||R_g||^2 over the heads so far, of which there are count.
+    # norms, squares: sums of ||V|| and of ||V||^2 over the vectors so far, of which there are count.
     norms, squares, count, own = reals("norms squares count own")
     return Statement(
         logic="QF_NRA",
@@ -290,14 +292,14 @@ def _norm_sum(_: Constants, *, one_more: int = 1) -> Statement:
 
 
 def _gram_rounding(constants: Constants, *, diagonal: bool = True) -> Statement:
-    # cover: the sum of |R_g . R_g'| in real numbers, of which the squares ||R_g||^2 are a part; computed: in float64,
+    # cover: the sum of |V . V'| in real numbers, of which the squares ||V||^2 are a part; computed: in float64,
     # each inner product within 128 roundings of the product of the norms, then summed over all pairs.
     norms, squares, cover, computed, rho, root = reals("norms squares cover computed rho root")
     v = FLOAT64_UNIT * (1 + Fraction(1, 2**10))
     premises = [
         root >= 0,
-        norms * norms <= HEADS * squares,
-        computed >= cover - constants["HEAD_DIM"] * v * (norms * norms) - HEADS * HEADS * v * cover,
+        norms * norms <= VECTORS * squares,
+        computed >= cover - constants["HEAD_DIM"] * v * (norms * norms) - VECTORS * VECTORS * v * cover,
         root * root >= (1 - 4 * v) * computed,
         rho * rho <= cover,
     ]
@@ -364,14 +366,12 @@ def _bound_covers_score(constants: Constants, *, left_out: str = "") -> Statemen
     # Everything per unit of s n, which is positive. Names as in the table of docs/bound.md.
     u = constants["FLOAT32_UNIT"]
     score, bound = reals("score bound")
-    retained, omitted, omitted_exact, negative, aggregate_exact = reals(
-        "retained omitted omitted_exact negative aggregate_exact"
+    retained, omitted, omitted_exact, negative, aggregate_exact, negative_exact = reals(
+        "retained omitted omitted_exact negative aggregate_exact negative_exact"
     )
-    projected_exact, projected, residual_exact, linear_exact = reals(
-        "projected_exact projected residual_exact linear_exact"
-    )
+    projected_exact, projected, residual_exact = reals("projected_exact projected residual_exact")
     columns, linear, aggregate, exact_bound = reals("columns linear aggregate exact_bound")
-    names = "residual omitted_dot projected_dot aggregated_dot column_dot_a column_dot_l rounding_a rounding_l float64"
+    names = "residual omitted_dot projected_dot aggregated_dot column_dot_a column_dot_l rounding_a float64"
     term = dict(zip(names.split(), reals(names), strict=True))
     heads, absolutes, guard, score_underflow, bound_underflow = reals(
         "heads absolutes guard score_underflow bound_underflow"
@@ -394,13 +394,12 @@ def _bound_covers_score(constants: Constants, *, left_out: str = "") -> Statemen
             2 * (score_underflow + bound_underflow) <= floor,
             # head_chain: the computed score against the sum of the computed head terms.
             score <= retained + omitted - negative + head_chain + score_underflow,
-            # computed_dots, projection, residual, aggregation, column_rounding.
+            # computed_dots, projection, linear_column, aggregation, linear_negative, column_rounding.
             omitted <= omitted_exact + term["omitted_dot"],
             omitted_exact <= projected_exact + residual_exact,
             projected_exact <= projected + term["projected_dot"],
-            residual_exact <= linear_exact + term["residual"],
-            linear_exact <= linear + term["column_dot_l"] + term["rounding_l"],
-            -negative <= -aggregate_exact + term["aggregated_dot"],
+            residual_exact - negative_exact <= linear + term["column_dot_l"] + term["residual"],
+            -negative <= -aggregate_exact - negative_exact + term["aggregated_dot"],
             -aggregate_exact <= -aggregate + term["column_dot_a"] + term["rounding_a"],
             # coefficient_round_up: the columns of the bound against the terms that they stand for.
             columns >= retained + projected + linear - aggregate,
@@ -563,7 +562,7 @@ LEMMAS = (
     ),
     Lemma(
         id="norm_sum",
-        statement="(sum of n norms)^2 <= n times the sum of their squares (induction over heads).",
+        statement="(sum of n norms)^2 <= n times the sum of their squares (induction over vectors).",
         theme=THEME,
         build=_norm_sum,
         speaks_of=("dosa_ref.guard.guard_terms",),

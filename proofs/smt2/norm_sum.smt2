@@ -1,4 +1,4 @@
-; norm_sum: (sum of n norms)^2 <= n times the sum of their squares (induction over heads).
+; norm_sum: (sum of n norms)^2 <= n times the sum of their squares (induction over vectors).
 ; The negated claim: unsat means proved.
 (set-logic QF_NRA)
 (declare-const count Real)

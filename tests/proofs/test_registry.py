@@ -94,7 +94,6 @@ def test_the_gate_demands_what_the_pruned_path_rests_on():
         "scale_power_of_two",
         "decode_threshold",
         "shard_indices",
-        "distinct_seeds",
     }
     assert demanded == tuple(lemma.id for lemma in LEMMAS if lemma.id not in elsewhere)
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from dosa_ref import spec
-from dosa_ref.bound import Coverage, build_row_bound, check_row_bound, evaluate, key_norms
+from dosa_ref.bound import Coverage, check_row_bound, evaluate, key_norms
 from dosa_ref.formats import ceil_ue8m0, decode_e4m3, encode_e4m3_array, round_up_float32
 from dosa_ref.guard import BoundCertificate, e4m3_float64, guard_enclosure
 from dosa_ref.problem import PrefillProblem
@@ -18,6 +18,7 @@ from dosa_ref.select import exact_topk, select_dense, select_prefill
 from dosa_ref.spec import Mode
 from dosa_ref.tensorcore import dot_scalar
 from proofs import ledger
+from tests.ref.conftest import some_form
 
 LEDGER = ledger.read()["lemmas"]
 
@@ -217,7 +218,7 @@ def row(columns: int):
     generator = np.random.default_rng(3)
     q = encode_e4m3_array((generator.standard_normal((32, 128)) * 3).astype(np.float32))
     w = generator.standard_normal(32).astype(np.float32)
-    return q, w, build_row_bound(q, w, columns)
+    return q, w, some_form(q, w, columns - 2, form=3)
 
 
 def judge(q, w, bound, **changes):
@@ -257,7 +258,8 @@ def test_a_slack_without_a_term_is_refused(mutant, term):
 def test_multipliers_out_of_range_are_refused():
     q, w, bound = row(8)
     certificate = bound.certificate
-    for lemma_id, mutant in [("aggregation", "uncapped"), ("projection", "negative_share")]:
+    broken = [("aggregation", "uncapped"), ("linear_negative", "uncapped"), ("linear_negative", "wrong_sign")]
+    for lemma_id, mutant in [*broken, ("projection", "negative_share")]:
         assert counterexample(lemma_id, mutant)
     above, negative = certificate.aggregate * 1.01, -certificate.projection
     assert above.any()
@@ -265,6 +267,19 @@ def test_multipliers_out_of_range_are_refused():
     for field, value in [("aggregate", above), ("projection", negative), ("aggregate", -certificate.aggregate)]:
         broken = dataclasses.replace(certificate, **{field: value})
         assert judge(q, w, bound, certificate=broken).coverage is Coverage.BAD_CERTIFICATE
+
+
+def test_the_rounding_of_the_linear_column_stands_under_the_root():
+    # linear_column, mutant rounding_not_covered: the root over the residuals alone is too small, and the judge sees it.
+    assert counterexample("linear_column", "rounding_not_covered")
+    q, w, bound = row(8)
+    x, c = e4m3_float64(q), bound.certificate
+    omitted = (w > 0) & ~np.isin(np.arange(32), c.retained)
+    halves = w[omitted, None] * (x[omitted] - c.projection[omitted] @ e4m3_float64(bound.columns)) / 2
+    alone = np.sqrt(np.abs(halves @ halves.T).sum())
+    assert alone < 0.999 * bound.terms.residual
+    slack = np.float32(float(bound.slack) - bound.terms.residual + alone)
+    assert judge(q, w, bound, slack=slack).coverage is Coverage.SLACK_TOO_SMALL
 
 
 def test_two_aggregates_may_share_a_head_up_to_its_weight():
@@ -281,8 +296,9 @@ def test_two_aggregates_may_share_a_head_up_to_its_weight():
         certificate = BoundCertificate(
             retained=twice(bound.certificate.retained),
             projection=np.insert(bound.certificate.projection, place, 0.0, axis=1),
-            aggregate=twice(bound.certificate.aggregate) * share,
+            aggregate=twice(bound.certificate.aggregate),
         )
+        certificate.aggregate[place : place + 2] *= share
         coefficients = twice(bound.coefficients).copy()
         coefficients[place : place + 2] *= np.float32(share)
         columns = twice(bound.columns.view(np.uint8)).view(ml_dtypes.float8_e4m3fn)

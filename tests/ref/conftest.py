@@ -6,7 +6,10 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from scipy.optimize import nnls
 
+from dosa_ref.bound import RowBound, build_row_bound, round_bound
+from dosa_ref.guard import BoundCertificate, e4m3_float64
 from dosa_ref.problem import PrefillProblem
 
 FP8 = ml_dtypes.float8_e4m3fn
@@ -77,3 +80,36 @@ def make_problem(
         cu_seqlen_ke=np.array([w[1] for w in windows], np.int32),
         topk=topk,
     )
+
+
+def form_bound(
+    q: np.ndarray, w: np.ndarray, retained: list[int], relu: list[int], linear: list[int] | None
+) -> RowBound:
+    """A bound of any allowed form: retained heads, negative heads aggregated in a relu column and in a linear one.
+
+    ``relu`` may be empty and ``linear`` None; there is no such column then.
+    """
+    x, size = e4m3_float64(q), len(retained) + bool(relu) + (linear is not None)
+    projection, aggregate, is_linear = np.zeros((len(w), size)), np.zeros((size, len(w))), np.zeros(size, bool)
+    for g in np.flatnonzero(w > 0):
+        if g not in retained and retained:
+            projection[g, : len(retained)] = nnls(x[retained].T, x[g])[0]
+    if relu:
+        aggregate[len(retained), relu] = -w[relu].astype(np.float64)
+    if linear is not None:
+        aggregate[-1, linear], is_linear[-1] = -w[linear].astype(np.float64), True
+    certificate = BoundCertificate(
+        retained=np.array([*retained, *[-1] * (size - len(retained))], np.int64),
+        projection=projection,
+        aggregate=aggregate,
+    )
+    return round_bound(q, w, is_linear, certificate)
+
+
+def some_form(q: np.ndarray, w: np.ndarray, kept: int, form: int) -> RowBound:
+    """One of four forms: the recipe's, or ``kept`` positive heads and an aggregate, a linear column, or both."""
+    if form == 0:
+        return build_row_bound(q, w, kept + 1)
+    positive, negative = np.flatnonzero(w > 0).tolist(), np.flatnonzero(w < 0).tolist()
+    relu, linear = {1: (negative, None), 2: ([], negative), 3: (negative[::2], negative[1::2])}[form]
+    return form_bound(q, w, positive[:kept], relu, linear)

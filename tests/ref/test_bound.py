@@ -26,7 +26,7 @@ from dosa_ref.guard import BoundCertificate, e4m3_float64, magnitude
 from dosa_ref.scorer import score_scalar_exact, score_scalar_sm90, scores_sm90
 from dosa_ref.spec import BOUND_CHAIN_ULPS, FLOAT32_UNIT, InvalidProblem
 from dosa_ref.tensorcore import dot_scalar
-from tests.ref.conftest import FAMILIES, FP8, encode, make_problem, random_codes
+from tests.ref.conftest import FAMILIES, FP8, encode, form_bound, make_problem, random_codes, some_form
 
 
 def judge(q: np.ndarray, w: np.ndarray, bound: RowBound, **changes):
@@ -79,13 +79,12 @@ def assert_sound(q: np.ndarray, w: np.ndarray, bound: RowBound, k: np.ndarray, k
     seed=st.integers(0, 2**32 - 1),
     heads=st.sampled_from([3, 12, 32]),
     columns=st.integers(1, 20),
-    centred=st.booleans(),
-    activity=st.sampled_from(["random", "all", "none"]),
+    sampled=st.sampled_from(["keys", "other", "none"]),
     families=st.tuples(st.sampled_from(["correlated", *FAMILIES[1:]]), st.sampled_from(["correlated", *FAMILIES[1:]])),
     weights=st.sampled_from(["normal", "positive", "negative", "sparse", "tiny", "large", "wide"]),
 )
 @settings(max_examples=50, deadline=None)
-def test_bound_covers_random_inputs(seed, heads, columns, centred, activity, families, weights):
+def test_bound_covers_random_inputs(seed, heads, columns, sampled, families, weights):
     rng = np.random.default_rng(seed)
     problem = make_problem(seed=seed % 1000, rows=1, keys=64, heads=heads)
     q = problem.q[0] if families[0] == "correlated" else random_codes(rng, (heads, 128), families[0]).view(FP8)
@@ -101,8 +100,8 @@ def test_bound_covers_random_inputs(seed, heads, columns, centred, activity, fam
     }.get(weights, w)
     w = w.astype(np.float32)
     k_scale = np.exp2(rng.integers(-40, 41, 64)).astype(np.float32)
-    active = {"random": rng.random(heads), "all": None, "none": np.zeros(heads)}[activity]
-    bound = build_row_bound(q, w, columns, active, centred)
+    sample = {"keys": k[:9], "other": random_codes(rng, (4, 128), "all_patterns"), "none": None}[sampled]
+    bound = build_row_bound(q, w, columns, sample)
     assert len(bound.coefficients) <= columns
     if row_within_magnitude(q, w, bound):
         assert_sound(q, w, bound, k, k_scale)
@@ -113,7 +112,7 @@ def test_evaluate_is_the_formula():
     """Every column and the slack, term by term in rationals; only float32 rounding may separate the two."""
     problem = make_problem(seed=6, rows=1, keys=20, heads=16)
     bound = build_row_bound(problem.q[0], problem.weights[0], 6)
-    assert bound.linear.any()
+    assert bound.linear.tolist() == [False] * 5 + [True]
     norms = key_norms(problem.k, problem.k_scale)
     negative = 0
     for key, scale, norm, u in zip(problem.k, problem.k_scale, norms, evaluate(bound, problem.k, problem.k_scale)):
@@ -133,7 +132,9 @@ def adversarial_keys(q: np.ndarray, w: np.ndarray, bound: RowBound, rng: np.rand
     c, certificate = bound.coefficients.astype(np.float64), bound.certificate
     omitted = (w > 0) & ~np.isin(np.arange(len(w)), certificate.retained)
     residuals = np.where(omitted[:, None], w[:, None] * (x - certificate.projection @ y), 0)
-    rounding = certificate.aggregate @ x - np.abs(c)[:, None] * y
+    vectors = certificate.aggregate @ x
+    vectors[bound.linear] = residuals.sum(axis=0) / 2 - vectors[bound.linear]
+    rounding = vectors - np.where(bound.linear, c, np.abs(c))[:, None] * y
     gram = residuals @ residuals.T
     _, vectors = np.linalg.eigh(residuals.T @ residuals)
     directions = [
@@ -162,7 +163,7 @@ def test_bound_covers_adversarial_keys():
         heads = (4, 8, 32)[seed % 3]
         problem = make_problem(seed=seed, rows=1, keys=200, heads=heads, rank=12)
         q, w = problem.q[0], problem.weights[0]
-        bound = build_row_bound(q, w, heads // 3 + 1, rng.random(heads), centred=seed % 2 == 0)
+        bound = some_form(q, w, heads // 3, seed // 3)
         for kind, k in [("random", problem.k), ("adversarial", adversarial_keys(q, w, bound, rng))]:
             scale = np.ones(len(k), np.float32)
             gap = assert_sound(q, w, bound, k, scale)
@@ -172,13 +173,13 @@ def test_bound_covers_adversarial_keys():
     assert used["adversarial"] > used["random"]
 
 
-@given(seed=st.integers(0, 2**32 - 1), columns=st.integers(1, 12), centred=st.booleans())
+@given(seed=st.integers(0, 2**32 - 1), kept=st.integers(0, 11), form=st.integers(0, 3))
 @settings(max_examples=12, deadline=None)
-def test_exact_form_covers_the_exact_score(seed, columns, centred):
+def test_exact_form_covers_the_exact_score(seed, kept, form):
     rng = np.random.default_rng(seed)
     problem = make_problem(seed=seed % 1000, rows=1, keys=6, heads=12)
     q, w = problem.q[0], problem.weights[0]
-    bound = build_row_bound(q, w, columns, rng.random(12), centred)
+    bound = some_form(q, w, kept, form)
     exact = exact_form(q, w, bound.columns, bound.linear, bound.certificate)
     keys = np.concatenate([problem.k, adversarial_keys(q, w, bound, rng)[::17]])
     for key in keys:
@@ -209,41 +210,40 @@ def head(first: float, others: float) -> np.ndarray:
 ZERO = np.zeros(128)
 AXIS = np.eye(128)
 
-# q, w, key, column budget, centred, and the terms whose absence must show. Products of 5 with 1.25 lie just below the
-# unit of a step that holds 256 * 256, products of 5 with 1.875 just above it.
+# q, w, key, retained heads, heads of the relu and of the linear column, and the terms whose absence must show. Products
+# of 5 with 1.25 lie just below the unit of a step that holds 256 * 256, products of 5 with 1.875 just above it.
 DOTS_OF_HEADS = {"omitted_dot", "projected_dot"}
 DOTS_OF_AGGREGATES = {"aggregated_dot", "column_dot"}
+LOSSY_HEADS = [ZERO, head(256, 1.25), head(128, 0.625)]
+LOSSY_SUM = [ZERO, head(384, -1.875), ZERO]
 MECHANISMS = {
-    "residual": ([AXIS[0] * 2, AXIS[1]], [1, 1], AXIS[1], 1, False, {"residual"}),
-    "centred_residual": ([AXIS[0] * 4, AXIS[1], AXIS[2]], [1, 1, 1], AXIS[1], 2, True, {"residual"}),
-    "omitted_dot": ([head(384, -1.875), head(256, -1.25)], [1, 1], head(256, 5), 1, False, DOTS_OF_HEADS),
-    "projected_dot": ([head(256, 1.25), head(384, 1.875)], [2, 1], head(256, 5), 1, False, DOTS_OF_HEADS),
-    "aggregated_dot": (
-        [ZERO, head(256, 1.25), head(128, 0.625)],
-        [1, -1, -1],
-        head(256, 5),
-        2,
-        True,
-        DOTS_OF_AGGREGATES,
-    ),
-    "column_dot": ([ZERO, head(384, -1.875), ZERO], [1, -2 / 3, -1], head(256, 5), 2, True, DOTS_OF_AGGREGATES),
-    "column_rounding": ([ZERO, np.ones(128), ZERO], [1, -0.73, -1], np.ones(128), 2, True, {"column_rounding"}),
+    "residual": ([AXIS[0] * 2, AXIS[1]], [1, 1], AXIS[1], [0], [], None, {"residual"}),
+    "centred_residual": ([AXIS[0] * 4, AXIS[1], AXIS[2]], [1, 1, 1], AXIS[1], [0], [], [], {"residual"}),
+    "omitted_dot": ([head(384, -1.875), head(256, -1.25)], [1, 1], head(256, 5), [0], [], None, DOTS_OF_HEADS),
+    "projected_dot": ([head(256, 1.25), head(384, 1.875)], [2, 1], head(256, 5), [0], [], None, DOTS_OF_HEADS),
+    "aggregated_dot": (LOSSY_HEADS, [1, -1, -1], head(256, 5), [0], [1, 2], None, DOTS_OF_AGGREGATES),
+    "linear_negative_dot": (LOSSY_HEADS, [1, -1, -1], head(256, 5), [0], [], [1, 2], DOTS_OF_AGGREGATES),
+    "column_dot": (LOSSY_SUM, [1, -2 / 3, -1], head(256, 5), [0], [1, 2], None, DOTS_OF_AGGREGATES),
+    "linear_column_dot": (LOSSY_SUM, [1, -2 / 3, -1], head(256, 5), [0], [], [1, 2], DOTS_OF_AGGREGATES),
+    "column_rounding": ([ZERO, np.ones(128)], [1, -0.73], np.ones(128), [0], [1], None, {"column_rounding"}),
+    "linear_negative_rounding": ([ZERO, np.ones(128)], [1, -0.73], np.ones(128), [0], [], [1], {"residual"}),
     "linear_column_rounding": (
         [AXIS[0] * 4, AXIS[1] + AXIS[2] * 1.625, AXIS[1] + AXIS[2] * 1.625],
         [1, 1.0, 0.21],
         AXIS[2],
-        2,
-        True,
-        {"residual", "column_rounding"},
+        [0],
+        [],
+        [],
+        {"residual"},
     ),
 }
 
 
 @pytest.mark.parametrize("name", MECHANISMS)
 def test_each_mechanism_breaks_a_bound_without_its_terms(name):
-    vectors, weights, key, columns, centred, needed = MECHANISMS[name]
+    vectors, weights, key, retained, relu, linear, needed = MECHANISMS[name]
     q, w, k = encode(vectors), np.array(weights, np.float32), encode(key)
-    bound = build_row_bound(q, w, columns, None, centred)
+    bound = form_bound(q, w, retained, relu, linear)
     score = score_scalar_sm90(q, w, k, 1.0)
     assert evaluate(bound, k[None], np.ones(1, np.float32))[0] >= score
     planted = dataclasses.replace(bound.terms, **dict.fromkeys(needed, 0.0))
@@ -286,24 +286,51 @@ def test_underflow_needs_the_floor():
 # Choosing
 
 
-def test_budget_goes_to_positive_heads_then_aggregate_then_negative_heads():
-    q = encode(np.tile(np.arange(1, 9), (128, 1)).T * AXIS[:8].sum(0) + 0)
+def test_budget_goes_to_positive_heads_then_to_negative_ones():
+    q = encode(AXIS[:8] * np.arange(1, 9)[:, None])
     w = np.array([1, 2, 3, 4, -1, -2, -3, -4], np.float32)
     full = build_row_bound(q, w, 8)
-    assert sorted(full.certificate.retained.tolist()) == list(range(8))
+    assert full.certificate.retained.tolist() == [3, 2, 1, 0, 7, 6, 5, 4]
+    assert not full.linear.any()
+    # Without a sample every head is active on all keys: a negative head loses nothing but dot errors when it is linear.
     seven = build_row_bound(q, w, 7)
     assert seven.certificate.retained.tolist() == [3, 2, 1, 0, 7, 6, -1]
-    assert seven.coefficients[-1] < 0
-    assert np.flatnonzero(seven.certificate.aggregate[-1]).tolist() == [4, 5]
-    four = build_row_bound(q, w, 4)
-    assert four.certificate.retained.tolist() == [3, 2, -1, -1]
-    assert four.linear.tolist() == [False, False, False, True]
-    assert build_row_bound(q, w, 4, centred=False).certificate.retained.tolist() == [3, 2, 1, -1]
-    assert build_row_bound(q, w, 2).certificate.retained.tolist() == [3, -1]
+    assert seven.linear.tolist() == [False] * 6 + [True]
+    assert seven.certificate.aggregate[-1].tolist() == [0, 0, 0, 0, 1, 2, 0, 0]
+    three = build_row_bound(q, w, 3)
+    assert three.certificate.retained.tolist() == [3, 2, -1]
+    assert three.certificate.aggregate[-1].tolist() == [0, 0, 0, 0, 1, 2, 3, 4]
     assert build_row_bound(q, w, 1).certificate.retained.tolist() == [-1]
-    assert build_row_bound(q, w, 1, np.zeros(8)).certificate.retained.tolist() == [3]
-    idle = build_row_bound(q, w, 6, np.array([1, 1, 1, 1, 0.4, 0.5, 0, 0]))
-    assert np.flatnonzero(idle.certificate.aggregate.sum(0)).tolist() == [5]
+    assert not build_row_bound(q, np.abs(w), 8).linear.any()
+
+
+def test_the_sample_decides_between_heads():
+    q = encode(AXIS[:8] * np.arange(1, 9)[:, None])
+    w = np.array([1, 2, 3, 4, -1, -2, -3, -4], np.float32)
+    # Keys on which head 7 changes sign, head 6 is negative, head 5 positive and head 4 nearly idle.
+    keys = encode([[0, 0, 0, 0.5, 0.1, 8, -8, sign * 16, *[0] * 120] for sign in (1, -1)])
+    for columns, retained in [(2, [7, -1]), (3, [3, 7, -1]), (4, [3, 2, 7, -1])]:
+        certificate = build_row_bound(q, w, columns, keys).certificate
+        assert certificate.retained.tolist() == retained
+        assert certificate.aggregate[-1].tolist() == [0, 0, 0, 0, 1, 2, 0, 0]
+
+
+def test_pivots_skip_what_retained_heads_already_span():
+    # The second strongest head is twice the strongest one's direction; the third points elsewhere.
+    q = encode([AXIS[0] * 8, AXIS[0] * 7, AXIS[1] * 2, AXIS[2]])
+    assert build_row_bound(q, np.ones(4, np.float32), 3).certificate.retained.tolist() == [0, 2, -1]
+
+
+def test_the_price_shortens_multipliers():
+    q = encode([AXIS[0] * 8, AXIS[0] * 4 + AXIS[1], AXIS[2]])
+    w = np.ones(3, np.float32)
+    free = build_row_bound(q, w, 2)
+    assert free.certificate.retained.tolist() == [0, -1]
+    np.testing.assert_allclose(free.certificate.projection[1, 0], 0.5)
+    # Mean |x| per key norm is 4 for half of the keys along the head: p = 4 sqrt(17) / 2, and 0.5 - p / 64 is left.
+    priced = build_row_bound(q, w, 2, encode([AXIS[0], AXIS[5]]))
+    assert priced.certificate.retained.tolist() == [0, -1]
+    np.testing.assert_allclose(priced.certificate.projection[1, 0], 0.5 - np.sqrt(17) * 2 / 64)
 
 
 def test_rows_without_anything_to_bound():
@@ -373,10 +400,10 @@ def test_columns_count_in_the_row_magnitude():
 def row() -> tuple[np.ndarray, np.ndarray, RowBound]:
     problem = make_problem(seed=4, rows=1, keys=1, heads=16)
     q, w = problem.q[0], problem.weights[0]
-    bound = build_row_bound(q, w, 6)
-    assert bound.linear.any()
+    positive, negative = np.flatnonzero(w > 0).tolist(), np.flatnonzero(w < 0).tolist()
+    bound = form_bound(q, w, positive[:4], negative[::2], negative[1::2])
     assert bound.certificate.projection.any()
-    assert bound.certificate.aggregate.any()
+    assert bound.certificate.aggregate.any(axis=1).tolist() == [False] * 4 + [True, True]
     return q, w, bound
 
 
@@ -442,7 +469,8 @@ def test_certificates_out_of_range_are_named(row):
         "on retained columns": certificate(projection=changed(c.projection, (omitted, kept), 0.5)),
         "aggregate must be >= 0": certificate(aggregate=changed(c.aggregate, (aggregate, in_aggregate), -1e-9)),
         "of negative heads": certificate(aggregate=changed(c.aggregate, (aggregate, positive), 1e-9)),
-        "synthetic relu": certificate(aggregate=changed(c.aggregate, (linear, in_aggregate), 1e-9)),
+        "in synthetic columns": certificate(aggregate=changed(c.aggregate, (0, in_aggregate), 1e-9)),
+        "exceeds |w|": certificate(aggregate=changed(c.aggregate, (linear, in_aggregate), 1e-9)),
         "exceeds": certificate(
             aggregate=changed(c.aggregate, (aggregate, in_aggregate), np.nextafter(-np.float64(w[in_aggregate]), 9e9))
         ),

@@ -12,11 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dosa_ref import guard
-from dosa_ref.bound import build_row_bound
 from dosa_ref.guard import GuardTerms, dot_error, dot_error_exact, guard_enclosure, guard_terms, sqrt_down, sqrt_up
 from dosa_ref.spec import FRACTION_BITS
 from dosa_ref.tensorcore import dot_scalar, dots
-from tests.ref.conftest import FAMILIES, encode, make_problem, random_codes
+from tests.ref.conftest import FAMILIES, encode, make_problem, random_codes, some_form
 
 TERMS = [name for name in GuardTerms.__slots__ if name != "float64"]
 
@@ -147,13 +146,13 @@ def test_square_roots_enclose(value, shift):
 
 @given(
     seed=st.integers(0, 2**32 - 1),
-    columns=st.integers(1, 20),
-    centred=st.booleans(),
+    kept=st.integers(0, 19),
+    form=st.integers(0, 3),
     weights=st.sampled_from(["normal", "positive", "negative", "huge", "tiny"]),
     family=st.sampled_from(["correlated", *FAMILIES[1:]]),
 )
 @settings(max_examples=30, deadline=None)
-def test_float64_budget_lies_on_the_exact_one(seed, columns, centred, weights, family):
+def test_float64_budget_lies_on_the_exact_one(seed, kept, form, weights, family):
     rng = np.random.default_rng(seed)
     q = make_problem(seed=seed % 1000, rows=1, keys=1, heads=12).q[0]
     if family != "correlated":
@@ -161,7 +160,7 @@ def test_float64_budget_lies_on_the_exact_one(seed, columns, centred, weights, f
     w = rng.standard_normal(12)
     w = {"positive": abs(w), "negative": -abs(w), "huge": w * 2.0**90, "tiny": w * 2.0**-140}.get(weights, w)
     w = w.astype(np.float32)
-    bound = build_row_bound(q, w, columns, rng.random(12), centred)
+    bound = some_form(q, w, kept, form)
     arguments = (q, w, bound.columns, bound.coefficients, bound.linear, bound.certificate)
     lower, upper = guard_enclosure(*arguments)
     terms = guard_terms(*arguments)
