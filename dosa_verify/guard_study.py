@@ -6,8 +6,8 @@
     python -m dosa_verify.guard_study --page docs/soundness.md --out docs/evidence/guard_study.json
 
 The first form measures (schema ``dosa.guard_study/1``); the second writes the tables of a record into a page, between
-two comments. Columns, coefficients and certificates are those of the kernels' own query preparation. Every guard is
-put on the same exact bound ``sum_j c_j psi_j``, so that the guard is the only difference:
+two comments. Columns, coefficients and certificates are those of the reference's recipe. Every guard is put on the
+same exact bound ``sum_j c_j psi_j``, so that the guard is the only difference:
 
 ``none``           residual and rounding of the synthetic columns only: what real numbers need
 ``observed``       every dot errs by the largest error seen in this study, relative to the norms
@@ -36,10 +36,9 @@ from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from dosa_ref.bound import key_norms
-from dosa_ref.guard import BoundCertificate, GuardTerms, dot_error, e4m3_float64, guard_terms
+from dosa_ref.bound import build_row_bound, key_norms
+from dosa_ref.guard import GuardTerms, dot_error, e4m3_float64
 from dosa_ref.spec import (
     E4M3_MIN_NORMAL,
     FIRST_STEP_LOSSY,
@@ -50,7 +49,6 @@ from dosa_ref.spec import (
 )
 from dosa_ref.tensorcore import dots
 from dosa_ref.trace import load_trace
-from dosa_verify import emulator
 from dosa_verify.environment import environment
 
 SCHEMA: Final = "dosa.guard_study/1"
@@ -59,8 +57,9 @@ TOPK: Final = (256, 2048)
 COLUMNS: Final = {32: (16,), 64: (16, 32)}
 """Column budgets by head count."""
 
-SAMPLE: Final = 64
-"""Winners on which the activity of the heads is measured."""
+HALF_SAMPLE: Final = 32
+HARD_RANKS: Final = 4
+"""The choice of columns sees so many keys of the ranks K to ``HARD_RANKS`` K, and so many of all keys."""
 
 OTHERS: Final = ("query_joint", "call_prefixes", "call_joint", "key_prefixes", "joint_two", "joint_blocks")
 GUARDS: Final = ("none", "observed", "proved", *OTHERS)
@@ -224,12 +223,14 @@ def measure_trace(path: Path) -> list[Measured]:
         head_error = largest_error(q, real, keys)
         scores = keys.scale * (w.astype(np.float64) @ np.maximum(real, 0.0))
         for topk in (k for k in TOPK if k < ke - ks):
-            winners = ks + np.argsort(-scores[ks:ke], kind="stable")[:topk]
-            tau = float(scores[winners[-1]])
-            sample = winners[np.linspace(0, topk - 1, min(SAMPLE, topk)).astype(np.int64)]
-            activity = (real[:, sample] > 0).mean(axis=1)
+            ranked = ks + np.argsort(-scores[ks:ke], kind="stable")
+            tau = float(scores[ranked[topk - 1]])
+            # Hard keys: an even sample of those that come next, and one of all keys.
+            after = ranked[topk : topk * HARD_RANKS]
+            places = [part[np.linspace(0, len(part) - 1, HALF_SAMPLE).astype(np.int64)] for part in (after, ranked)]
+            sample = problem.k[np.concatenate(places)]
             found += [
-                _measure(path.stem, row, topk, columns, q, w, activity, tau, keys, slice(ks, ke), head_error)
+                _measure(path.stem, row, topk, columns, q, w, sample, tau, keys, slice(ks, ke), head_error)
                 for columns in COLUMNS[len(w)]
             ]
     return found
@@ -249,35 +250,22 @@ def _measure(
     columns: int,
     q: npt.NDArray[Any],
     w: npt.NDArray[np.float32],
-    activity: Floats,
+    sample: npt.NDArray[Any],
     tau: float,
     keys: KeySide,
     visible: slice,
     head_error: float,
 ) -> Measured:
-    # Imported here: its kernels bind to the compiler or to the emulator when they are imported.
-    from dosa_gpu.prepare import prepare_rows
+    bound = build_row_bound(q, w, columns, sample)
+    certificate, terms, linear = bound.certificate, bound.terms, bound.linear
+    vectors, retained = bound.columns.view(np.uint8), certificate.retained
 
-    prepared = prepare_rows(
-        torch.from_numpy(q.view(np.uint8).copy()).view(torch.float8_e4m3fn)[None],
-        torch.from_numpy(w.copy())[None],
-        torch.from_numpy(activity)[None],
-        columns,
-    )
-    vectors = prepared.columns[0].view(torch.uint8).numpy()
-    coefficients, linear = prepared.coefficients[0].numpy(), prepared.linear[0].numpy()
-    retained = prepared.retained[0].numpy()
-    projection = np.pad(prepared.projection[0].numpy(), ((0, 0), (0, 1)))
-    aggregate = np.zeros((columns, len(w)))
-    aggregate[-1] = prepared.aggregate[0].numpy()
-    certificate = BoundCertificate(retained=retained, projection=projection, aggregate=aggregate)
-    terms = guard_terms(q, w, vectors, coefficients, linear, certificate)
-
-    c = coefficients.astype(np.float64)
+    c = bound.coefficients.astype(np.float64)
     omitted = (w > 0) & ~np.isin(np.arange(len(w)), retained)
     share = np.where(omitted, w, 0.0).astype(np.float64)
     codes = np.concatenate([q.view(np.uint8), vectors])
-    factors = np.concatenate([share + aggregate[-1], np.where(retained >= 0, share @ projection, np.abs(c))])
+    heads, retained_share = share + certificate.aggregate.sum(axis=0), share @ certificate.projection
+    factors = np.concatenate([heads, np.where(retained >= 0, retained_share, np.abs(c))])
     real = e4m3_float64(vectors) @ keys.values.T
     synthetic = retained < 0
     errors = [head_error, largest_error(vectors[synthetic], real[synthetic], keys)]
@@ -286,7 +274,7 @@ def _measure(
     chains = terms.head_chain + terms.bound_chain + terms.float64 + terms.floor
     guards = dot_guards(codes, factors, keys)
     slacks = {name: (kept + chains) * keys.norm + value for name, value in guards.items()}
-    slacks["proved"] = float(terms.slack()) * keys.norm
+    slacks["proved"] = float(bound.slack) * keys.norm
     slacks["none"] = kept * keys.norm
     return Measured(
         trace=trace,
@@ -430,7 +418,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.page is not None:
         write_page(json.loads(options.out.read_text(encoding="utf-8")), options.page)
         return 0
-    emulator.install()
     record = study(options.traces)
     options.out.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return 0
