@@ -32,6 +32,7 @@ from dosa_ref.spec import (
     SolverUnknown,
     UnprovedBound,
 )
+from dosa_verify.bench.cli import bench_app
 from dosa_verify.environment import invocation
 from dosa_verify.targets.dosa import Device, connect, cuda_is_available
 
@@ -57,6 +58,7 @@ app = typer.Typer(
 )
 audit_app = typer.Typer(no_args_is_help=True, help="Find out what hardware and libraries compute.")
 app.add_typer(audit_app, name="audit")
+app.add_typer(bench_app, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout (docs/schemas.md).")]
 DeviceOption = Annotated[Device, typer.Option("--device", help="cpu is the emulator (triton >= 3.9).")]

@@ -10,6 +10,7 @@ import pytest
 import dosa_verify
 from dosa_verify import environment, proving, selection, verify
 from dosa_verify.audit import accumulation, evidence, fp8, scorer
+from dosa_verify.bench import cells
 from dosa_verify.fuzz import report, runner
 
 FOLDER = importlib.resources.files("dosa_verify") / "schemas"
@@ -25,6 +26,8 @@ NAMES = {
     selection.SELECT_SCHEMA,
     selection.CHECK_SCHEMA,
     verify.SCHEMA,
+    cells.SCHEMA,
+    cells.RUN_SCHEMA,
 }
 
 
