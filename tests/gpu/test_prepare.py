@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from dosa_gpu import prepare
-from dosa_gpu.kernels import activity, head_terms, project, row_bound
+from dosa_gpu.kernels import choose_heads, head_means, head_terms, project, row_bound
 from dosa_ref import bound, formats, guard, scorer
 from dosa_ref.guard import BoundCertificate
 from dosa_ref.spec import GUARD_CONSTANTS
@@ -21,21 +21,33 @@ def problem_of(values, weights, heads):
     return build(Case(seed=5, num_heads=heads, rows=3, keys=60, topk=8, values=values, weights=weights))
 
 
-def prepared(problem, columns, device, activity=None):
-    q = torch.from_numpy(problem.q.view(np.uint8)).view(torch.float8_e4m3fn).to(device)
+def fp8(array, device):
+    return torch.from_numpy(np.ascontiguousarray(array).view(np.uint8)).view(torch.float8_e4m3fn).to(device)
+
+
+def prepared(problem, columns, device):
+    q, k = fp8(problem.q, device), fp8(problem.k, device)
     weights = torch.from_numpy(problem.weights).to(device)
-    if activity is None:
-        activity = torch.linspace(0, 1, problem.weights.shape[1], dtype=torch.float64).expand(problem.weights.shape)
-    return prepare.prepare_rows(q, weights, activity.to(device), columns)
+    norm = torch.from_numpy(bound.key_norms(problem.k, problem.k_scale)).to(device)
+    sample = torch.arange(64, dtype=torch.int32, device=device).expand(len(q), -1).contiguous()
+    sample[:, len(k) :] = -1
+    return prepare.prepare_rows(q, weights, prepare.head_terms(q, k, norm, sample), columns)
+
+
+def linear_of(constants):
+    linear = np.zeros(constants.columns.shape[1], dtype=bool)
+    linear[-1] = True
+    return linear
 
 
 def certificate_of(constants, row):
-    retained = constants.retained[row].cpu().numpy()
-    heads, columns = constants.aggregate.shape[1], len(retained)
+    heads, columns = constants.multiplier.shape[1], constants.columns.shape[1]
+    retained = np.full(columns, -1, np.int32)
+    retained[:-1] = constants.head[row, : columns - 1].cpu().numpy()
     projection = np.zeros((heads, columns))
-    projection[:, : columns - 1] = constants.projection[row].cpu().numpy()
+    projection[:, :-1] = constants.projection[row, :, : columns - 1].cpu().numpy()
     aggregate = np.zeros((columns, heads))
-    aggregate[columns - 1] = constants.aggregate[row].cpu().numpy()
+    aggregate[columns - 1] = constants.multiplier[row].cpu().numpy()
     return BoundCertificate(retained=retained, projection=projection, aggregate=aggregate)
 
 
@@ -43,14 +55,14 @@ def judge(problem, constants, row, **change):
     parts = {
         "columns": constants.columns[row].view(torch.uint8).cpu().numpy(),
         "coefficients": constants.coefficients[row].cpu().numpy(),
-        "linear": constants.linear[row].cpu().numpy(),
+        "linear": linear_of(constants),
         "slack": constants.slack[row].item(),
         "certificate": certificate_of(constants, row),
     }
     return bound.check_row_bound(problem.q[row], problem.weights[row], **{**parts, **change}).coverage
 
 
-@pytest.mark.parametrize("columns", [8, 16, 32])
+@pytest.mark.parametrize("columns", [8, 12, 16, 32])
 @pytest.mark.parametrize("weights", [Weights.MIXED, Weights.POSITIVE, Weights.NEGATIVE, Weights.ZERO, Weights.TINY])
 @pytest.mark.parametrize("values", [Values.LEARNED, Values.WIDE, Values.SUBNORMAL])
 def test_the_slack_covers_what_the_columns_demand(values, weights, columns, device):
@@ -60,11 +72,11 @@ def test_the_slack_covers_what_the_columns_demand(values, weights, columns, devi
         assert judge(problem, constants, row) is bound.Coverage.COVERED
 
 
-def test_64_heads_with_a_linear_column_and_an_aggregate(device):
+def test_64_heads_with_projections_and_linear_negatives(device):
     problem = problem_of(Values.LEARNED, Weights.MIXED, 64)
     constants = prepared(problem, 16, device)
-    assert constants.linear.any(1).all()
-    assert (constants.aggregate > 0).any(1).all()
+    assert (constants.projection > 0).flatten(1).any(1).all()
+    assert (constants.multiplier > 0).any(1).all()
     assert judge(problem, constants, 0) is bound.Coverage.COVERED
 
 
@@ -80,7 +92,7 @@ class TestPlantedFaults:
         problem, constants = parts
         lower, _ = guard.guard_enclosure(
             problem.q[0], problem.weights[0], constants.columns[0].view(torch.uint8).cpu().numpy(),
-            constants.coefficients[0].cpu().numpy(), constants.linear[0].cpu().numpy(), certificate_of(constants, 0),
+            constants.coefficients[0].cpu().numpy(), linear_of(constants), certificate_of(constants, 0),
         )  # fmt: skip
         residual_only = np.float32(float(lower.residual))
         assert judge(problem, constants, 0, slack=residual_only) is bound.Coverage.SLACK_TOO_SMALL
@@ -92,11 +104,11 @@ class TestPlantedFaults:
     def test_a_coefficient_rounded_down_far(self, parts):
         problem, constants = parts
         coefficients = constants.coefficients[0].cpu().numpy().copy()
-        place = int(np.flatnonzero(constants.retained[0].cpu().numpy() >= 0)[0])
+        place = int(np.flatnonzero(constants.head[0].cpu().numpy() >= 0)[0])
         coefficients[place] *= np.float32(0.9)
         assert judge(problem, constants, 0, coefficients=coefficients) is not bound.Coverage.COVERED
 
-    def test_an_aggregate_of_too_much(self, parts):
+    def test_a_multiplier_of_too_much(self, parts):
         problem, constants = parts
         certificate = certificate_of(constants, 0)
         more = dataclasses.replace(certificate, aggregate=certificate.aggregate * 1.5)
@@ -108,12 +120,12 @@ def test_the_bound_is_at_least_the_computed_score(device):
     constants = prepared(problem, 16, device)
     scores = scorer.scores_sm90(problem.q, problem.weights, problem.k, problem.k_scale)
     for row in range(len(problem.q)):
-        row_bound = bound.build_row_bound(problem.q[row], problem.weights[row], 16, np.ones(32))
+        row_bound = bound.build_row_bound(problem.q[row], problem.weights[row], 16)
         ours = dataclasses.replace(
             row_bound,
             columns=constants.columns[row].view(torch.uint8).cpu().numpy().view(problem.q.dtype),
             coefficients=constants.coefficients[row].cpu().numpy(),
-            linear=constants.linear[row].cpu().numpy(),
+            linear=linear_of(constants),
             slack=np.float32(constants.slack[row].item()),
         )
         assert (bound.evaluate(ours, problem.k, problem.k_scale) >= scores[row]).all()
@@ -172,7 +184,8 @@ def test_every_guard_constant_stands_in_a_lemma_that_the_gate_demands():
     assert set(GUARD_CONSTANTS) <= spoken_of
 
 
-def test_the_projection_comes_near_the_best_non_negative_fit(random, device):
+@pytest.mark.parametrize("price", [0.0, 0.3])
+def test_the_projection_comes_near_the_best_fit_at_its_price(price, random, device):
     from scipy.optimize import nnls
 
     values = random.normal(0.2, 1, (1, 32, 128)).astype(ml_dtypes.float8_e4m3fn)
@@ -180,9 +193,12 @@ def test_the_projection_comes_near_the_best_non_negative_fit(random, device):
     head[0, :6] = [0, 3, 5, 8, 30, 31]
     share = np.ones((1, 32), np.float32)
     share[0, [0, 9]] = 0
-    q = torch.from_numpy(values.view(np.uint8)).to(device).view(torch.float8_e4m3fn)
+    above = torch.full((1, 32), price, device=device)
     out = torch.empty(1, 32, 16, dtype=torch.float32, device=device)
-    project.launch_project(q, torch.from_numpy(head).to(device), torch.from_numpy(share).to(device), out)
+    project.launch_project(
+        fp8(values, device), torch.from_numpy(head).to(device), torch.from_numpy(share).to(device),
+        above, torch.zeros_like(above), torch.ones(1, device=device), out,
+    )  # fmt: skip
     got = out[0].cpu().numpy().astype(np.float64)
     assert (got >= 0).all()
     assert (got[:, 6:] == 0).all()
@@ -190,20 +206,72 @@ def test_the_projection_comes_near_the_best_non_negative_fit(random, device):
     basis = values[0, head[0, :6]].astype(np.float64)
     for target in (1, 2, 15, 29):
         wanted = values[0, target].astype(np.float64)
-        _, best = nnls(basis.T, wanted)
-        reached = np.linalg.norm(wanted - got[target, :6] @ basis)
-        assert best * (1 - 1e-6) <= reached <= best * 1.01
+        cost = 0.5 * np.linalg.norm(wanted) * price
+
+        def value(multipliers, wanted=wanted, cost=cost):
+            return 0.5 * np.linalg.norm(wanted - multipliers @ basis) ** 2 + cost * multipliers.sum()
+
+        # min |y - B'a|^2 / 2 + c sum a, as plain non-negative least squares: complete the square with the Gram's root.
+        root = np.linalg.cholesky(basis @ basis.T)
+        best, _ = nnls(root.T, np.linalg.solve(root, basis @ wanted - cost))
+        assert value(best) * (1 - 1e-6) <= value(got[target, :6]) <= value(best) * 1.01
+    if price:
+        assert got[:, :6].sum() < 0.9 * sum(nnls(basis.T, row.astype(np.float64))[0].sum() for row in values[0])
 
 
-def test_activity_counts_positive_dots(random, device):
+def test_head_means(random, device):
     values = random.normal(0, 1, (2, 32, 128)).astype(ml_dtypes.float8_e4m3fn)
     keys = random.normal(0, 1, (90, 128)).astype(ml_dtypes.float8_e4m3fn)
+    norm = np.linalg.norm(keys.astype(np.float64), axis=1).astype(np.float32)
+    norm[7] = np.inf
     sample = random.integers(0, 90, (2, 64)).astype(np.int32)
+    sample[:, 40] = 7
+    sample[1, 50:] = -1
+    above, below = (torch.empty(2, 32, dtype=torch.float32, device=device) for _ in range(2))
+    mean_norm = torch.empty(2, dtype=torch.float32, device=device)
+    head_means.launch_head_means(
+        fp8(values, device), fp8(keys, device), torch.from_numpy(norm).to(device), torch.from_numpy(sample).to(device),
+        above, below, mean_norm,
+    )  # fmt: skip
+    for row in range(2):
+        kept = sample[row][(sample[row] >= 0) & (sample[row] != 7)]
+        dots = values[row].astype(np.float64) @ keys[kept].astype(np.float64).T
+        # The tensor core's dots are cut to 13 fraction bits.
+        np.testing.assert_allclose(above[row].cpu().numpy(), np.maximum(dots, 0).mean(1), rtol=2e-3, atol=1e-3)
+        np.testing.assert_allclose(below[row].cpu().numpy(), np.maximum(-dots, 0).mean(1), rtol=2e-3, atol=1e-3)
+        np.testing.assert_allclose(mean_norm[row].item(), norm[kept].mean(), rtol=1e-5)
 
-    def fp8(array):
-        return torch.from_numpy(array.view(np.uint8)).to(device).view(torch.float8_e4m3fn)
 
-    active = torch.empty(2, 32, dtype=torch.float32, device=device)
-    activity.launch_activity(fp8(values), fp8(keys), torch.from_numpy(sample).to(device), active)
-    dots = np.einsum("rhd,rsd->rhs", values.astype(np.float64), keys[sample].astype(np.float64))
-    np.testing.assert_array_equal(active.cpu().numpy(), (dots > 0).mean(-1))
+def test_heads_are_chosen_by_pivots_and_by_what_they_lose(random, device):
+    values = random.normal(0, 1, (1, 32, 128))
+    values[0, 1] = values[0, 0] * 0.99  # nothing is left of head 1 after head 0
+    values[0, 0] *= 30
+    values[0, 1] *= 30
+    q = fp8(values.astype(ml_dtypes.float8_e4m3fn), device)
+    weights = torch.full((1, 32), 0.01, device=device)
+    weights[0, :3] = 1.0
+    weights[0, 20:] = -1.0
+    above = torch.zeros(1, 32, device=device)
+    below = torch.zeros(1, 32, device=device)
+    above[0, 20:], below[0, 20:] = 1.0, 1e-6
+    above[0, 25], below[0, 25] = 500.0, 400.0  # neither zero nor linear serves it
+    above[0, 26], below[0, 26] = 1e-6, 1.0
+    error = torch.full((1, 32), 1e-9, dtype=torch.float64, device=device)
+    head = torch.empty(1, 16, dtype=torch.int32, device=device)
+    share, multiplier = torch.empty(1, 32, device=device), torch.empty(1, 32, device=device)
+    unusable = torch.empty(1, dtype=torch.int32, device=device)
+    nan = torch.zeros(1, 32, dtype=torch.int32, device=device)
+    choose_heads.launch_choose_heads(
+        q, weights, error, nan, above, below, torch.ones(1, device=device), 3, head, share, multiplier, unusable
+    )
+    assert head[0, :3].tolist() == [0, 2, 25]
+    assert (head[0, 3:] == -1).all()
+    assert unusable.item() == 0
+    assert torch.nonzero(share[0]).flatten().tolist() == [1, *range(3, 20)]
+    assert torch.nonzero(multiplier[0]).flatten().tolist() == [*range(20, 25), *range(27, 32)]
+    weights[0, 31] = torch.nan
+    choose_heads.launch_choose_heads(
+        q, weights, error, nan, above, below, torch.ones(1, device=device), 3, head, share, multiplier, unusable
+    )
+    assert unusable.item() == 1
+    assert multiplier[0, 31] == 0
