@@ -65,6 +65,29 @@ def test_faults_by_construction(name):
     json.dumps(verdict.evidence, allow_nan=False)
 
 
+def test_evidence_says_where_and_what():
+    def evidence(row, values):
+        return check_selection(PROBLEM, with_row(row, values)).evidence
+
+    for name, position, index in (("below_the_window", 0, 9), ("beyond_the_window", 7, 55), ("negative", 0, -2)):
+        row, values, _, fault = FAULTS[name]
+        assert evidence(row, values) == {"fault": fault.value, "position": position, "index": index, "window": [10, 55]}
+    # The duplicated index itself: not the first that was chosen, and twice is enough.
+    assert evidence(1, [*ROW1[:-1], ROW1[3]]) == {"fault": "duplicate", "index": ROW1[3]}
+    assert evidence(2, [20, 21, 22] + [-1] * 5) == {"fault": "count", "selected": 3, "expected": 4}
+    row, values, _, fault = FAULTS["two_swapped"]
+    assert evidence(row, values) == {"fault": fault.value, "position": 6, "index": ROW1[-1], "expected": ROW1[-2]}
+
+
+def test_evidence_names_the_worst_key():
+    worse = left_out(1)[0]
+    # Not the first in the list: the selected key with the lowest score.
+    verdict = check_selection(PROBLEM, with_row(1, sorted([*ROW1[:-1], worse])))
+    assert verdict.evidence["selected"]["index"] == worse
+    late = next(key for key in left_out(1, 99) if key > ROW1[0])
+    assert check_selection(PROBLEM, with_row(1, sorted([*ROW1[:-1], late]))).evidence["selected"]["index"] == late
+
+
 def test_evidence_names_the_better_key():
     verdict = check_selection(PROBLEM, with_row(1, FAULTS["worse_key"][1]))
     scores = score_row(PROBLEM, 1)
@@ -95,6 +118,13 @@ def test_wrong_scores():
     assert verdict.evidence["expected"]["bits"] == f"0x{RIGHT.scores[1, 3].view(np.uint32):08x}"
     tail = check_selection(PROBLEM, RIGHT.topk_indices, with_score(2, 6, 0.0))
     assert (tail.fault, tail.row) == (Fault.TAIL_SCORE, 2)
+    assert verdict.evidence["position"] == 3
+    assert tail.evidence == {
+        "fault": "tail_score",
+        "position": 6,
+        "got": {"bits": "0x00000000", "decimal": "0.0"},
+        "expected": {"bits": "0xff800000", "decimal": "-inf"},
+    }
     assert check_selection(PROBLEM, RIGHT.topk_indices, with_score(3, 0, np.nan)).fault is Fault.TAIL_SCORE
 
 
@@ -144,6 +174,9 @@ def test_nan_keys():
     verdict = check_selection(problem, indices)
     assert (verdict.outcome, verdict.fault) == (Outcome.WRONG_SET, Fault.NAN_SELECTED)
     assert verdict.evidence["index"] == 20
+    # The selected NaN, not the first NaN and not the first selected key.
+    indices[2] = [21, 22, 23] + [-1] * 5
+    assert check_selection(problem, indices).evidence["index"] == 22
     all_nan = dataclasses.replace(PROBLEM, k_scale=np.full(60, np.nan, np.float32))
     assert check_selection(all_nan, np.full((4, 8), -1, np.int32)).outcome is Outcome.EXACT
 
@@ -217,8 +250,9 @@ def test_exact_contract():
         "/" in verdict.evidence["left_out"]["score"]["exact"]
         or verdict.evidence["left_out"]["score"]["exact"].isdigit()
     )
-    with pytest.raises(InvalidProblem, match="row_scores"):
+    with pytest.raises(InvalidProblem) as caught:
         check_rows(problem, [0], right.topk_indices[:1], contract=Contract.EXACT, row_scores=[np.zeros(30, np.float32)])
+    assert str(caught.value) == "row_scores: got float32 scores, expected None under the exact contract"
 
 
 @pytest.mark.parametrize(
@@ -235,8 +269,15 @@ def test_results_of_another_shape(field, indices, scores):
     with pytest.raises(InvalidProblem) as caught:
         check_selection(PROBLEM, indices, scores)
     assert caught.value.field == field
+    given = indices if field == "topk_indices" else scores
+    got = f"{given.dtype} {list(given.shape)}" if isinstance(given, np.ndarray) else "list"
+    expected = f"{'int32' if field == 'topk_indices' else 'float32'} [4, 8]"
+    if got == "list":
+        expected = f"a NumPy array, {expected}"
+    assert str(caught.value) == f"{field}: got {got}, expected {expected}"
 
 
 def test_known_scores_of_another_shape():
-    with pytest.raises(InvalidProblem, match="row_scores"):
+    with pytest.raises(InvalidProblem) as caught:
         check_rows(PROBLEM, [0], RIGHT.topk_indices[:1], row_scores=[np.zeros(3, np.float32)])
+    assert str(caught.value) == "row_scores: got float32 [3], expected float32 [60]"

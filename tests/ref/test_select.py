@@ -81,11 +81,14 @@ def test_exact_topk_zero_flood_and_full_range_of_ties():
 
 
 def test_exact_topk_refuses():
-    with pytest.raises(InvalidProblem, match="topk"):
+    with pytest.raises(InvalidProblem) as error:
         exact_topk(np.zeros(3, np.float32), -1)
-    with pytest.raises(InvalidProblem, match="scores"):
+    assert str(error.value) == "topk: got -1, expected at least 0"
+    with pytest.raises(InvalidProblem) as error:
         exact_topk(np.zeros((1, 1, 1), np.float32), 1)
-    assert exact_topk(np.zeros((0, 5), np.float32), 3).shape == (0, 3)
+    assert str(error.value) == "scores: got 3 dimensions, expected 1 or 2"
+    nothing = exact_topk(np.zeros((0, 5), np.float32), 3)
+    assert (nothing.shape, nothing.dtype) == ((0, 3), np.int32)
 
 
 @given(st.lists(st.one_of(st.fractions(), st.sampled_from([math.inf, -math.inf, math.nan])), max_size=10))
@@ -327,6 +330,31 @@ def test_default_seeds(ks, visible, topk):
         assert len(seeds) <= 2 * topk
 
 
+def test_default_seeds_take_every_older_key_where_there_are_few():
+    assert default_seeds(3, 20, 10).tolist() == list(range(3, 20))
+
+
+def test_results_have_their_types_and_count_from_the_windows_start():
+    problem = make_problem(seed=7, rows=3, keys=90, topk=8, windows=[(40, 90), (5, 5), (88, 90)])
+    types = {
+        "topk_indices": np.int32,
+        "scores": np.float32,
+        "row_pruned": np.bool_,
+        "survivors": np.int64,
+        "rescored": np.int64,
+        "visible": np.int64,
+    }
+    for part in (problem, problem.rows(0, 0)):
+        for selection in (
+            select_prefill(part, Mode.BOTH),
+            select_dense(part),
+            select_dense(dataclasses.replace(part, q=part.q[:, :2], weights=part.weights[:, :2]), Contract.EXACT),
+        ):
+            for field, dtype in types.items():
+                assert getattr(selection, field).dtype == dtype, field
+    assert select_prefill(problem, Mode.BOTH).visible.tolist() == [50, 0, 2]
+
+
 def test_seed_forms():
     problem = make_problem(seed=7, rows=3, keys=90, topk=8)
     expected = select_prefill(problem, Mode.BOTH, seeds=[np.arange(30)] * 3)
@@ -334,10 +362,12 @@ def test_seed_forms():
         got = select_prefill(problem, Mode.BOTH, seeds=seeds)
         assert (got.survivors == expected.survivors).all()
         assert_same(got, expected)
-    with pytest.raises(InvalidProblem, match="seeds"):
+    with pytest.raises(InvalidProblem) as error:
         select_prefill(problem, Mode.BOTH, seeds=[np.arange(30)] * 2)
-    with pytest.raises(InvalidProblem, match="survivor_capacity"):
+    assert str(error.value) == "seeds: got 2 rows, expected 3, or one array shared by all rows"
+    with pytest.raises(InvalidProblem) as error:
         select_prefill(problem, Mode.BOTH, survivor_capacity=-1)
+    assert str(error.value) == "survivor_capacity: got -1, expected at least 0, or None"
     with pytest.raises(UnsupportedConfiguration, match="sm90"):
         select_prefill(problem, Mode.BOTH, contract=Contract.EXACT)
 
@@ -440,10 +470,37 @@ def test_decode_ties_with_tau_are_written():
         assert got.written[row, 0] == (score_row(problem, row) >= got.tau[row, 0]).sum() > 12
 
 
+def test_decode_threshold_counts_visible_keys_once():
+    """The first and the last visible key count as seeds, the one behind does not, and a repeated key counts once."""
+    problem = make_problem(seed=10, rows=1, keys=150, topk=3)
+    scores = score_row(problem, 0)
+    decode = paged(problem, 1, 32, [150])  # a page size that is not the default
+
+    def tau(*recent):
+        got = select_decode(decode, np.array(recent, np.int64).reshape(1, 1, -1))
+        assert (got.topk_indices.reshape(1, -1) == select_dense(problem).topk_indices).all()
+        assert (got.tau.dtype, got.written.dtype, got.scores.dtype) == (np.float32, np.int64, np.float32)
+        assert got.topk_indices.dtype == np.int32
+        return got.tau[0, 0]
+
+    assert tau(0, 149, 5) == np.sort(scores[[0, 149, 5]])[0]
+    assert tau(0, 149, 5, 6) == np.sort(scores[[0, 149, 5, 6]])[-3]
+    assert np.isneginf(tau(149, 5, 150))
+    assert np.isneginf(tau(149, 5, 5))
+    one = dataclasses.replace(decode, topk=1)
+    assert select_decode(one, np.array([[[5]]])).tau[0, 0] == scores[5]
+    none = select_decode(dataclasses.replace(decode, topk=0), np.array([[[5]]]))
+    assert np.isneginf(none.tau[0, 0])
+
+
 def test_decode_refuses_other_shapes():
     decode = paged(make_problem(seed=9, rows=2, keys=70), 1, 64, [70, 70])
-    with pytest.raises(InvalidProblem, match="recent"):
+    with pytest.raises(InvalidProblem) as error:
         select_decode(decode, np.zeros((2, 5), np.int32))
+    assert str(error.value) == "recent: got [2, 5], expected [2, 1, any]"
+    for shape in ((2, 2, 5), (1, 1, 5), (2, 1, 5, 1)):
+        with pytest.raises(InvalidProblem, match="recent"):
+            select_decode(decode, np.zeros(shape, np.int32))
     assert select_decode(dataclasses.replace(decode, topk=0)).topk_indices.shape == (2, 1, 0)
 
 
