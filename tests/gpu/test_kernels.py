@@ -139,6 +139,29 @@ class TestCompact:
             np.testing.assert_array_equal(index[row].cpu().numpy()[: len(want)], want[:capacity])
             assert (index[row, len(want) :] == CANARY).all()
 
+    @pytest.mark.parametrize("density", [0.0, 0.02, 1.0])
+    @pytest.mark.parametrize("columns", [160, 157])
+    def test_segments_follow_one_another(self, random, device, monkeypatch, density, columns):
+        monkeypatch.setattr(compact, "SEGMENT_WORDS", 32)
+        monkeypatch.setattr(compact, "TILE_WORDS", 8)
+        start, rows, capacity = 70, 3, 2000
+        words = np.where(random.random((rows, columns)) < 0.2, 0xFFFFFFFF, 0) * (density > 0)
+        words |= ((random.random((rows, columns, 32)) < density) << np.arange(32)).sum(-1)
+        # One segment of the first row is empty, whatever its neighbours hold.
+        words[0, 64:96] = 0
+        end = start + columns * 32
+        ks, ke = np.array([start, 0, start + 1500], np.int32), np.array([end, end + 99, start + 4096], np.int32)
+        words[2, :46], words[2, 46], words[2, 128:] = 0, words[2, 46] & ~np.int64(0xFFFFFFF), 0
+        index = torch.full((rows, capacity), CANARY, dtype=torch.int32, device=device)
+        count = torch.full((rows,), CANARY, dtype=torch.int32, device=device)
+        parts = (words.astype(np.uint32).view(np.int32), ks, ke)
+        compact.launch_compact(*(tensor(part, device) for part in parts), index, count, start, end)
+        for row in range(rows):
+            want = start + np.flatnonzero((words[row, :, None] >> np.arange(32)) & 1)
+            assert count[row].item() == len(want)
+            np.testing.assert_array_equal(index[row].cpu().numpy()[: len(want)], want[:capacity])
+            assert (index[row, len(want) :] == CANARY).all()
+
     @pytest.mark.parametrize("end", range(1, 70))
     def test_the_last_key_of_a_window_counts_wherever_it_lies(self, device, end):
         words = torch.full((1, 4), -1, dtype=torch.int32, device=device)
@@ -230,6 +253,129 @@ class TestTopK:
             np.testing.assert_array_equal(index[row, : len(chosen)], all_index[chosen])
             same_bits(scores[row, : len(chosen)], all_score[chosen])
             assert (index[row, len(chosen) :] == CANARY).all()
+
+
+def long_rows(random, kind, shape):
+    """Orders that make a streaming selection work hardest, and values at the edges of float32."""
+    match kind:
+        case "ascending":
+            return np.sort(random.normal(size=shape).astype(np.float32))
+        case "descending":
+            return -np.sort(random.normal(size=shape).astype(np.float32))
+        case "flood of zeros":
+            return np.where(random.random(shape) < 0.05, random.normal(size=shape), 0.0).astype(np.float32)
+        case "late winners":
+            return np.where(np.arange(shape[-1]) < shape[-1] - 400, -np.inf, random.integers(0, 99, shape)).astype("f4")
+        case "fair" | "misleading":
+            return random.normal(size=shape).astype(np.float32)
+        case "subnormals":
+            signs = random.integers(0, 2, shape).astype(np.uint32) << 31
+            return (random.integers(0, 3000, shape).astype(np.uint32) | signs).view(np.float32)
+        case _:
+            return score_rows(random, kind, shape)
+
+
+LONG_KINDS = ["ascending", "descending", "flood of zeros", "late winners", "subnormals", "neighbours", "specials"]
+
+
+class TestLongRows:
+    """Buffers that are cut several times, parts of rows, more rows than programs, ``tau``, rows at any pitch."""
+
+    @pytest.mark.parametrize("kind", LONG_KINDS)
+    @pytest.mark.parametrize(("rows", "wanted", "pitch", "listed"), [(1, 300, 0, False), (3, 40, 1, True)])
+    def test_the_best_of_a_long_row(self, random, device, monkeypatch, kind, rows, wanted, pitch, listed):
+        monkeypatch.setattr(topk, "INTERPRETER_TILE", 256)
+        keys, base = 3200, 4000
+        held = np.array([wanted, wanted, 7][:rows], np.int32)
+        a_index = np.stack([np.sort(random.permutation(base)[:wanted]) for _ in range(rows)]).astype(np.int32)
+        a_score = long_rows(random, kind, (rows, wanted))
+        b_score = np.full((rows, keys + pitch), np.inf, np.float32)
+        b_score[:, :keys] = long_rows(random, kind, (rows, keys))
+        b_index = base + 3 * np.arange(keys + pitch, dtype=np.int32)[None].repeat(rows, 0)
+        start, end = np.array([3, 0, 3199][:rows], np.int32), np.array([3199, 3200, 3199][:rows], np.int32)
+        tau = np.array([-0.5, 0.0, -np.inf][:rows], np.float32) if listed else None
+        out = [torch.full((rows, wanted), CANARY, dtype=torch.int32, device=device) for _ in range(2)]
+        count = torch.full((rows,), CANARY, dtype=torch.int32, device=device)
+        topk.launch_topk(
+            *(tensor(part, device) for part in (a_index, a_score, held)),
+            tensor(b_index, device)[:, :keys] if listed else None, tensor(b_score, device)[:, :keys],
+            tensor(start, device), tensor(end, device), base, (out[0], out[1].view(torch.float32), count),
+            tau=tensor(tau, device) if listed else None,
+        )  # fmt: skip
+        index, scores = (part.cpu().numpy() for part in out)
+        for row in range(rows):
+            place = np.arange(start[row], end[row])
+            if listed:
+                place = place[b_score[row, place] >= tau[row]]
+            all_index = np.concatenate([a_index[row, : held[row]], b_index[row, place] if listed else base + place])
+            all_score = np.concatenate([a_score[row, : held[row]], b_score[row, place]])
+            chosen = select.exact_topk(all_score, wanted)
+            chosen = chosen[chosen >= 0]
+            assert count[row].item() == len(chosen)
+            np.testing.assert_array_equal(index[row, : len(chosen)], all_index[chosen])
+            same_bits(scores[row, : len(chosen)], all_score[chosen])
+            assert (index[row, len(chosen) :] == CANARY).all()
+
+    @pytest.mark.parametrize("kind", ["fair", "misleading", "all NaN"])
+    def test_a_guess_from_a_sample_changes_nothing(self, random, device, monkeypatch, kind):
+        monkeypatch.setattr(topk, "INTERPRETER_TILE", 256)
+        rows, keys, wanted, sample = 2, 9000, 300, 1024
+        score = long_rows(random, kind, (rows, keys))
+        if kind == "misleading":
+            # High where the kernel looks for its guess, and nowhere else: fewer than wanted reach it.
+            score = -np.abs(score)
+            quad = np.arange(sample // 4)
+            place = quad * 32 + (quad.astype(np.uint32) * np.uint32(2654435761) >> 16) % 8 * 4
+            score[:, place[:200]] += 1000
+        none = np.zeros(rows, np.int32)
+        held = (np.zeros((rows, wanted), np.int32), np.zeros((rows, wanted), np.float32), none)
+        out = [torch.full((rows, wanted), CANARY, dtype=torch.int32, device=device) for _ in range(2)]
+        count = torch.full((rows,), CANARY, dtype=torch.int32, device=device)
+        topk.launch_topk(
+            *(tensor(part, device) for part in held), None, tensor(score, device),
+            tensor(none, device), tensor(none + keys, device), 0, (out[0], out[1].view(torch.float32), count),
+        )  # fmt: skip
+        for row in range(rows):
+            chosen = select.exact_topk(score[row], wanted)
+            chosen = chosen[chosen >= 0]
+            assert count[row].item() == len(chosen)
+            np.testing.assert_array_equal(out[0][row, : len(chosen)].cpu().numpy(), chosen)
+            same_bits(out[1][row, : len(chosen)].cpu().numpy(), score[row][chosen])
+
+    def test_scratch_is_what_was_announced(self, device, monkeypatch):
+        taken = []
+        plain = torch.empty
+
+        def empty(*arguments, **options):
+            taken.append(plain(*arguments, **options))
+            return taken[-1]
+
+        monkeypatch.setattr(topk.torch, "empty", empty)
+        for rows, keys in ((1, 3000), (3, 700), (3, 40000)):
+            taken.clear()
+            none = torch.zeros(rows, dtype=torch.int32, device=device)
+            held = (torch.zeros(rows, 9, dtype=torch.int32, device=device), torch.zeros(rows, 9, device=device), none)
+            out = tuple(part.clone() for part in held)
+            topk.launch_topk(*held, None, torch.zeros(rows, keys, device=device), none, none + 100, 0, out)
+            announced = topk.scratch_bytes(device, rows, 9, keys)
+            assert sum(part.numel() * part.element_size() for part in taken) == announced
+            assert out[2].tolist() == [9] * rows
+
+
+class TestKth:
+    @pytest.mark.parametrize("kind", [*LONG_KINDS, "ties", "signed zeros", "all NaN"])
+    @pytest.mark.parametrize(("keys", "pitch"), [(1100, 0), (333, 2)])
+    def test_the_kth_best_score_or_nan(self, random, device, kind, keys, pitch):
+        score = np.full((2, keys + pitch), np.inf, np.float32)
+        score[:, :keys] = long_rows(random, kind, (2, keys))
+        score[1, random.permutation(keys)[: keys - 50]] = np.nan
+        ordered = -np.sort(-np.where(np.isnan(score), -np.inf, score)[:, :keys])
+        counts = (~np.isnan(score[:, :keys])).sum(1)
+        for wanted in (1, 50, 51, keys):
+            out = torch.full((2,), 7.0, device=device)
+            topk.launch_kth(tensor(score, device)[:, :keys], wanted, out)
+            want = np.where(counts >= wanted, ordered[:, wanted - 1], np.nan) + np.float32(0.0)
+            same_bits(out.cpu().numpy(), want)
 
 
 class TestKeyNorms:
