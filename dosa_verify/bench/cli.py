@@ -134,8 +134,8 @@ def prefill(
     connect(device)
     contestants, versions = benchmark.contestants(wanted_paths, wanted_modes, peers, scope.value)
     for name, version in versions.items():
-        if version == "not installed" and peers:
-            terminal.complain(f"{name} is not installed: no such peer")
+        if version.startswith(("not ", "cannot ")) and peers:
+            terminal.complain(f"{name}: {version}, so there is no such peer")
     options = benchmark.Options(
         num_keys=sorted(wanted_keys),
         num_queries=sorted(wanted_queries),

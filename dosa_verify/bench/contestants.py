@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.metadata
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -141,27 +140,27 @@ def torch_topk(logits: torch.Tensor, topk: int) -> Piece:
 
 def peers() -> tuple[list[Contestant], dict[str, str]]:
     """Peers that can run here, and of each library its version or that it is not installed."""
-    versions = {}
-    for module, distribution in ((SCORER, "sgl-deep-gemm"), ("flashinfer", "flashinfer-python")):
-        if importlib.util.find_spec(module) is None:
-            versions[module] = "not installed"
-        else:
-            try:
-                versions[module] = importlib.metadata.version(distribution)
-            except importlib.metadata.PackageNotFoundError:
-                versions[module] = "unknown version"
-    if versions[SCORER] == "not installed":
+    modules, versions = {}, {}
+    for name, distribution in ((SCORER, "sgl-deep-gemm"), ("flashinfer", "flashinfer-python")):
+        try:
+            modules[name] = importlib.import_module(name)
+            versions[name] = importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "unknown version"
+        except ImportError as error:
+            missing = isinstance(error, ModuleNotFoundError) and error.name == name
+            versions[name] = "not installed" if missing else f"cannot be imported ({error})"
+    if SCORER not in modules:
         return [], versions
-    library = importlib.import_module(SCORER)
-    found = [deep_gemm_with(library, "torch.topk", torch_topk)]
-    if versions["flashinfer"] != "not installed":
-        flashinfer: Any = importlib.import_module("flashinfer")
+    found = [deep_gemm_with(modules[SCORER], "torch.topk", torch_topk)]
+    if "flashinfer" in modules:
+        flashinfer: Any = modules["flashinfer"]
 
         def deterministic(logits: torch.Tensor, topk: int) -> Piece:
             scores, indices = flashinfer.top_k(logits, topk, deterministic=True, tie_break=1)
             return indices, scores
 
-        found.append(deep_gemm_with(library, "flashinfer", deterministic))
+        found.append(deep_gemm_with(modules[SCORER], "flashinfer", deterministic))
     return found, versions
 
 
@@ -171,9 +170,10 @@ def scorers() -> tuple[Contestant, Contestant]:
     Raises:
         BackendUnavailable: DeepGEMM is not installed.
     """
-    if importlib.util.find_spec(SCORER) is None:
-        raise BackendUnavailable("--scope scores compares our scorer with DeepGEMM, which is not installed")
-    library = importlib.import_module(SCORER)
+    try:
+        library: Any = importlib.import_module(SCORER)
+    except ImportError as error:
+        raise BackendUnavailable(f"--scope scores compares our scorer with DeepGEMM: {error}") from error
 
     def our_call(inputs: Inputs, topk: int, on_stage: OnStage | None) -> Answer:  # noqa: ARG001
         for start in range(0, len(inputs.q), rows_per_piece(inputs)):

@@ -29,15 +29,21 @@ KEYS_PER_TASK = 32768
 """Keys that one process scores at once."""
 
 
+def process_pool() -> concurrent.futures.Executor:
+    """One process per core, started afresh: a forked one must not touch the GPU's context."""
+    return concurrent.futures.ProcessPoolExecutor(os.cpu_count() or 1, mp_context=multiprocessing.get_context("spawn"))
+
+
 class Reference:
     """Scores of a few rows by dosa_ref; a key's score does not depend on the length, so all suffixes share them.
 
     Args:
         inputs: the longest length.
         rows: the rows, counted from the last one (0), which every number of queries shares.
+        pool: where the scores are computed while the GPU goes on.
     """
 
-    def __init__(self, inputs: Inputs, rows: list[int]) -> None:
+    def __init__(self, inputs: Inputs, rows: list[int], pool: concurrent.futures.Executor) -> None:
         import torch
 
         self.rows = rows
@@ -49,15 +55,15 @@ class Reference:
             (q, weights, codes[first : first + KEYS_PER_TASK], scale[first : first + KEYS_PER_TASK])
             for first in range(0, len(codes), KEYS_PER_TASK)
         ]
-        if len(tasks) <= 1:
-            parts = [scorer.scores_sm90(*task) for task in tasks]
-        else:
-            # Processes started afresh: a forked one must not touch the GPU's context.
-            context = multiprocessing.get_context("spawn")
-            workers = min(len(tasks), os.cpu_count() or 1)
-            with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as pool:
-                parts = list(pool.map(scorer.scores_sm90, *zip(*tasks, strict=True)))
-        self.scores: npt.NDArray[np.float32] = np.concatenate(parts, axis=1)
+        self._parts = pool.map(scorer.scores_sm90, *zip(*tasks, strict=True))
+        self._scores: npt.NDArray[np.float32] | None = None
+
+    @property
+    def scores(self) -> npt.NDArray[np.float32]:
+        """Scores ``[rows, keys]``; waits for them."""
+        if self._scores is None:
+            self._scores = np.concatenate(list(self._parts), axis=1)
+        return self._scores
 
     def wrong_rows(self, inputs: Inputs, indices: torch.Tensor, scores: torch.Tensor) -> int:
         """Rows of a selection on a suffix of the keys that are not the reference's, every index and score bit.
@@ -92,14 +98,17 @@ class Judge:
     Args:
         inputs: one length with all its queries.
         topk: keys per row.
-        reference: rows by dosa_ref.
     """
 
-    def __init__(self, inputs: Inputs, topk: int, reference: Reference) -> None:
+    def __init__(self, inputs: Inputs, topk: int) -> None:
         self._inputs = inputs
         [(self.indices, self.scores)] = ours(SelectPath.DENSE).call(inputs, topk, None).pieces
+        self.reference_rows = self.reference_wrong = 0
+
+    def be_judged(self, reference: Reference) -> None:
+        """Compare the dense path itself with dosa_ref."""
         self.reference_rows = len(reference.rows)
-        self.reference_wrong = reference.wrong_rows(inputs, self.indices, self.scores)
+        self.reference_wrong = reference.wrong_rows(self._inputs, self.indices, self.scores)
 
     def verdict(self, answer: Answer, num_queries: int) -> tuple[Outcome, int]:
         """Judge an answer for the last queries: outcome and how many rows differ.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import IO, Any
 
@@ -20,7 +22,7 @@ from dosa_verify.bench.cells import CellResult, LayerResult, Spread
 from dosa_verify.bench.contestants import SCORE_PATH, SCORER, Answer, Contestant, ours, peers, scorers
 from dosa_verify.bench.indexer import Preparation
 from dosa_verify.bench.inputs import Inputs, synthetic
-from dosa_verify.bench.judge import Judge, Reference, differing_score_rows
+from dosa_verify.bench.judge import Judge, Reference, differing_score_rows, process_pool
 from dosa_verify.bench.timing import Clocks, Effort, Meter, alternate, gpu_facts, spread, stage_times
 from dosa_verify.environment import environment
 from dosa_verify.targets.dosa import Device
@@ -95,7 +97,7 @@ def calibrate(meter: Meter, device: Device, effort: Effort, size: tuple[int, int
         return dense.call(inputs, topk, None)
 
     call()
-    return spread(alternate({dense.name: call}, meter, effort)[dense.name])
+    return spread(alternate({dense.name: call}, meter, effort)[dense.name].ms)
 
 
 def run_record(
@@ -120,7 +122,13 @@ def run_record(
 
 
 def measure(
-    inputs: Inputs, options: Options, meter: Meter, clocks: Clocks, timed: set[cells.Key], on_cell: OnCell
+    inputs: Inputs,
+    options: Options,
+    meter: Meter,
+    clocks: Clocks,
+    timed: set[cells.Key],
+    pool: Executor,
+    on_cell: OnCell,
 ) -> Iterable[CellResult]:
     """Check and time every cell of one layer's inputs.
 
@@ -130,6 +138,7 @@ def measure(
         meter: of the device.
         clocks: sampled in the meantime.
         timed: sizes at which data-independent contestants were timed already; grows.
+        pool: where dosa_ref computes, never while something is timed.
         on_cell: called with a line of text before each cell.
 
     Yields:
@@ -141,10 +150,16 @@ def measure(
     count = min(options.reference_rows, shared)
     # The last row and some others of those that every number of queries has.
     rows = [0, *draw.sample(range(1, shared), count - 1)] if count else []
-    reference = None if options.scope == SCORES else Reference(longest, rows)
-    for num_keys in options.num_keys:
-        length = longest.suffix(num_keys, len(longest.q))
-        judge = None if reference is None else Judge(length, options.topk, reference)
+    lengths = [longest.suffix(num_keys, len(longest.q)) for num_keys in options.num_keys]
+    judges: list[Judge] = []
+    if options.scope != SCORES:
+        reference = Reference(longest, rows, pool) if rows else None
+        judges = [Judge(length, options.topk) for length in lengths]
+        if reference is not None:
+            for judge in judges:
+                judge.be_judged(reference)
+    for place, (num_keys, length) in enumerate(zip(options.num_keys, lengths, strict=True)):
+        judge_here = judges[place] if judges else None
         for num_queries in options.num_queries:
             cell = length.suffix(num_keys, num_queries)
             size = (inputs.num_heads, num_keys, num_queries)
@@ -154,7 +169,7 @@ def measure(
                 continue
             text = f"{cells.format_size(num_queries)} x {cells.format_size(num_keys)}, H = {inputs.num_heads}"
             on_cell(f"{inputs.domain} layer {inputs.layer}, {text}: {', '.join(one.name for one in due)}")
-            yield from _cell(cell, due, judge, options, meter, clocks)
+            yield from _cell(cell, due, judge_here, options, meter, clocks)
 
 
 def _cell(
@@ -172,7 +187,7 @@ def _cell(
             prepare()
         return one.call(inputs, topk, on_stage)
 
-    stats, verdicts, peaks = {}, {}, {}
+    stats, verdicts = {}, {}
     for one in due:
         answer = calls(one)
         if judge is None:
@@ -182,25 +197,25 @@ def _cell(
             verdicts[one.name] = judge.verdict(answer, queries)
         stats[one.name] = answer.stats
         del answer
-        peaks[one.name] = meter.peak_bytes(functools.partial(calls, one))
     started = time.monotonic()
     times = alternate({one.name: functools.partial(calls, one) for one in due}, meter, options.effort)
     clock = clocks.since(started)
     for one in due:
         stages: dict[str, float] = {}
         if one.peer is None and one.path != SCORE_PATH:
-            stages = stage_times(functools.partial(calls, one), meter, options.effort.stage_runs)
+            is_long = times[one.name].ms[0] > options.effort.long_ms
+            stages = stage_times(functools.partial(calls, one), meter, 1 if is_long else options.effort.stage_runs)
         found = stats[one.name]
         outcome, differing = verdicts[one.name]
         result = LayerResult(
             layer=inputs.layer,
-            ms=spread(times[one.name]),
-            runs=len(times[one.name]),
+            ms=spread(times[one.name].ms),
+            runs=len(times[one.name].ms),
             taken=found.path if found else None,
             prune_rate=round(found.prune_rate, 6) if found else 0.0,
-            survivors=_survivors(found.survivors) if found and found.path != SelectPath.DENSE.value else None,
+            survivors=_survivors(found.survivors) if found and not one.data_independent else None,
             fallback={reason: len(rows) for reason, rows in found.fallback.items()} if found else {},
-            workspace_bytes=peaks[one.name],
+            workspace_bytes=times[one.name].peak_bytes,
             stated_workspace_bytes=found.workspace_bytes if found else None,
             outcome=outcome.value,
             rows_checked=queries,
@@ -256,27 +271,26 @@ def run(
     """
     results: list[CellResult] = []
     timed: set[cells.Key] = set()
-    if out is None:
-        for inputs in source:
-            results += measure(inputs, options, meter, clocks, timed, on_cell)
-        return cells.merge(results)
-    with out.open("w", encoding="utf-8") as file:
+    with process_pool() as pool, contextlib.ExitStack() as stack:
+        file = None if out is None else stack.enter_context(out.open("w", encoding="utf-8"))
         _write(file, first)
         for inputs in source:
-            for result in measure(inputs, options, meter, clocks, timed, on_cell):
+            for result in measure(inputs, options, meter, clocks, timed, pool, on_cell):
                 results.append(result)
                 _write(file, result.to_json())
     joined = cells.merge(results)
-    text = cells.line(first) + "".join(cells.line(result.to_json()) for result in joined)
-    partial = out.with_name(f".{out.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(out)
+    if out is not None:
+        text = cells.line(first) + "".join(cells.line(result.to_json()) for result in joined)
+        partial = out.with_name(f".{out.name}.partial")
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(out)
     return joined
 
 
-def _write(file: IO[str], record: dict[str, Any]) -> None:
-    file.write(cells.line(record))
-    file.flush()
+def _write(file: IO[str] | None, record: dict[str, Any]) -> None:
+    if file is not None:
+        file.write(cells.line(record))
+        file.flush()
 
 
 def has_fault(results: Sequence[CellResult]) -> bool:

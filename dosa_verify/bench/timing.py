@@ -33,7 +33,7 @@ class Effort:
         runs: calls of a contestant.
         long_runs: calls of one whose first call took more than ``long_ms``.
         long_ms: milliseconds.
-        stage_runs: calls with a mark at every stage, apart from the timed ones.
+        stage_runs: calls with a mark at every stage, apart from the timed ones; one of a long call.
     """
 
     runs: int = 20
@@ -57,8 +57,11 @@ class Meter(Protocol):
     def cool(self) -> None:
         """Drive the inputs out of the cache."""
 
-    def peak_bytes(self, call: Call) -> int:
-        """Most memory that a call held beyond what was there before, minus what its result holds."""
+    def start_memory(self) -> None:
+        """Begin to watch memory."""
+
+    def peak_bytes(self) -> int:
+        """Most memory held since `start_memory`, beyond what was held then and what is held now (the result)."""
 
 
 class CudaMeter:
@@ -70,6 +73,7 @@ class CudaMeter:
         self._torch = torch
         size = L2_TIMES * torch.cuda.get_device_properties(0).L2_cache_size
         self._scratch = torch.empty(size, dtype=torch.uint8, device="cuda")
+        self._before = 0
 
     def mark(self) -> Any:
         """Record an event."""
@@ -86,21 +90,26 @@ class CudaMeter:
         """Overwrite more than the L2 cache holds."""
         self._scratch.fill_(1)
 
-    def peak_bytes(self, call: Call) -> int:
+    def start_memory(self) -> None:
         """See `Meter`."""
-        cuda = self._torch.cuda
-        cuda.synchronize()
-        cuda.reset_peak_memory_stats()
-        before = cuda.memory_allocated()
-        result = call()
-        cuda.synchronize()
-        held = cuda.memory_allocated() - before
-        peak = cuda.max_memory_allocated() - before
-        del result
-        return int(peak - held)
+        self._torch.cuda.reset_peak_memory_stats()
+        self._before = self._torch.cuda.memory_allocated()
+
+    def peak_bytes(self) -> int:
+        """See `Meter`."""
+        held = max(self._torch.cuda.memory_allocated(), self._before)
+        return int(self._torch.cuda.max_memory_allocated() - held)
 
 
-def alternate(calls: Mapping[str, Call], meter: Meter, effort: Effort) -> dict[str, list[float]]:
+@dataclasses.dataclass(slots=True)
+class Timed:
+    """Calls of one contestant: milliseconds of each, and the peak of memory beyond inputs and results."""
+
+    ms: list[float] = dataclasses.field(default_factory=list)
+    peak_bytes: int = 0
+
+
+def alternate(calls: Mapping[str, Call], meter: Meter, effort: Effort) -> dict[str, Timed]:
     """Time contestants in turn (A B A B), so that a drift of the machine meets all of them.
 
     Args:
@@ -109,23 +118,26 @@ def alternate(calls: Mapping[str, Call], meter: Meter, effort: Effort) -> dict[s
         effort: how often.
 
     Returns:
-        Milliseconds of every call.
+        Times and memory of each.
     """
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    found = {name: Timed() for name in calls}
     left = dict.fromkeys(calls, effort.runs)
     while any(left.values()):
         for name, call in calls.items():
             if not left[name]:
                 continue
+            timed = found[name]
             meter.cool()
+            meter.start_memory()
             start = meter.mark()
             result = call()
-            times[name].append(meter.ms(start, meter.mark()))
+            timed.ms.append(meter.ms(start, meter.mark()))
+            timed.peak_bytes = max(timed.peak_bytes, meter.peak_bytes())
             del result
             left[name] -= 1
-            if len(times[name]) == 1 and times[name][0] > effort.long_ms:
+            if len(timed.ms) == 1 and timed.ms[0] > effort.long_ms:
                 left[name] = effort.long_runs - 1
-    return times
+    return found
 
 
 def spread(times: list[float]) -> Spread:

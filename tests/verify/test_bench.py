@@ -1,5 +1,7 @@
 """The benchmark judges before it times, writes what it measured, and its page says what the files say."""
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -42,9 +44,19 @@ class Ticks:
     def cool(self):
         self.log.append("cool")
 
-    def peak_bytes(self, call):
-        call()
+    def start_memory(self):
+        pass
+
+    def peak_bytes(self):
         return 1024
+
+
+@pytest.fixture
+def pool(monkeypatch):
+    """One thread in place of a process per core."""
+    with concurrent.futures.ThreadPoolExecutor(1) as one:
+        monkeypatch.setattr(prefill, "process_pool", lambda: contextlib.nullcontext(one))
+        yield one
 
 
 @pytest.fixture(scope="module")
@@ -68,15 +80,25 @@ def library(change=lambda logits: logits):
 
 def options(who, **changes):
     settings = {
-        "num_keys": [128, 160], "num_queries": [2, 4], "contestants": who, "topk": TOPK, "scope": prefill.SELECTION,
+        "num_keys": [128, 160], "num_queries": [1, 2], "contestants": who, "topk": TOPK, "scope": prefill.SELECTION,
         "seed": 0, "reference_rows": 1, "effort": ONCE,
     }  # fmt: skip
     return prefill.Options(**{**settings, **changes})
 
 
+@functools.cache
+def first_line():
+    return prefill.run_record(options([]), "synthetic", {"deep_gemm": "0.1.5"}, None, "0123456789abcdef")
+
+
+def record(calibration):
+    spread = None if calibration is None else {"median": calibration, "p10": calibration, "p90": calibration}
+    return {**first_line(), "calibration_ms": spread}
+
+
 def run(small, chosen, out=None, source=None):
     lines = []
-    first = prefill.run_record(chosen, "synthetic", {"deep_gemm": "not installed"}, None, "")
+    first = record(None)
     results = prefill.run(
         [small] if source is None else source, chosen, first=first, out=out, meter=Ticks(), clocks=timing.Clocks(),
         on_cell=lines.append,
@@ -92,14 +114,15 @@ def test_contestants_take_turns_on_a_cold_cache():
     calls = {"a": functools.partial(meter.spend, "a", 1.0), "b": functools.partial(meter.spend, "b", 2.0)}
     times = timing.alternate(calls, meter, timing.Effort(runs=3, long_runs=2, long_ms=10))
     assert meter.log == ["cool", "a", "cool", "b"] * 3
-    assert times == {"a": [1.0] * 3, "b": [2.0] * 3}
+    assert {name: timed.ms for name, timed in times.items()} == {"a": [1.0] * 3, "b": [2.0] * 3}
+    assert {timed.peak_bytes for timed in times.values()} == {1024}
 
 
 def test_long_calls_are_timed_less_often():
     meter = Ticks()
     calls = {"short": functools.partial(meter.spend, "s", 10.0), "long": functools.partial(meter.spend, "l", 10.5)}
     times = timing.alternate(calls, meter, timing.Effort(runs=20, long_runs=7, long_ms=10))
-    assert (len(times["short"]), len(times["long"])) == (20, 7)
+    assert (len(times["short"].ms), len(times["long"].ms)) == (20, 7)
 
 
 def test_spread_is_the_median_and_two_percentiles():
@@ -163,7 +186,7 @@ def test_trace_files_keep_their_bits(trace, device):
 # Judging
 
 
-def test_every_contestant_is_judged_before_it_is_timed(small, tmp_path, schema_errors):
+def test_every_contestant_is_judged_before_it_is_timed(small, pool, tmp_path, schema_errors):
     peer = contestants.deep_gemm_with(library(), "torch.topk", contestants.torch_topk)
     out = tmp_path / "bench.jsonl"
     results, lines = run(small, options([contestants.ours(SelectPath.DENSE), peer]), out)
@@ -180,15 +203,15 @@ def test_every_contestant_is_judged_before_it_is_timed(small, tmp_path, schema_e
     dense = results[0].by_layer[0]
     assert (dense.taken, dense.rows_checked, dense.workspace_bytes, set(dense.stages_ms)) == (
         "dense",
-        2,
+        1,
         1024,
         {"dense"},
     )
 
 
-def test_the_pruned_path_reports_what_it_did(small):
+def test_the_pruned_path_reports_what_it_did(small, pool):
     # All keys but a few are near the common direction: the smallest problem that the bound pass takes.
-    [one], _ = run(small, options([contestants.ours(SelectPath.DOSA, Mode.BOTH)], num_keys=[160], num_queries=[4]))
+    [one], _ = run(small, options([contestants.ours(SelectPath.DOSA, Mode.BOTH)], num_keys=[160], num_queries=[1]))
     assert (one.path, one.mode, one.contestant) == ("dosa", "both", "dosa.both")
     assert one.by_layer[0].outcome == "exact"
     assert one.by_layer[0].survivors is not None
@@ -218,13 +241,13 @@ def other_bit(indices, scores):
 
 
 @pytest.mark.parametrize("change", [other_key, other_bit])
-def test_a_changed_index_or_bit_is_a_fault(small, change):
+def test_a_changed_index_or_bit_is_a_fault(small, pool, change):
     results, _ = run(small, options([altered(change)], num_keys=[128], num_queries=[2]))
     assert prefill.has_fault(results)
     assert (results[0].by_layer[0].outcome, results[0].by_layer[0].differing_rows) == ("wrong_set", 1)
 
 
-def test_a_dense_path_that_is_not_the_reference_is_a_fault(small, monkeypatch):
+def test_a_dense_path_that_is_not_the_reference_is_a_fault(small, pool, monkeypatch):
     monkeypatch.setattr(judge, "ours", lambda _: altered(other_bit))
     chosen = options([altered(other_bit)], num_keys=[128], num_queries=[2], reference_rows=2)
     results, _ = run(small, chosen)
@@ -232,8 +255,8 @@ def test_a_dense_path_that_is_not_the_reference_is_a_fault(small, monkeypatch):
     assert prefill.has_fault(results)
 
 
-def test_the_reference_shares_scores_between_lengths(small):
-    whole = judge.Reference(small, [0, 2])
+def test_the_reference_shares_scores_between_lengths(small, pool):
+    whole = judge.Reference(small, [0, 2], pool)
     length = small.suffix(128, 4)
     [(indices, scores)] = contestants.ours(SelectPath.DENSE).call(length, TOPK, None).pieces
     assert whole.wrong_rows(length, indices, scores) == 0
@@ -241,10 +264,12 @@ def test_the_reference_shares_scores_between_lengths(small):
     assert whole.wrong_rows(length, indices, scores) == 1
 
 
-def test_the_reference_in_processes_is_the_reference(small, monkeypatch):
-    alone = judge.Reference(small, [0])
+def test_the_reference_in_processes_is_the_reference(small, pool, monkeypatch):
+    alone = judge.Reference(small, [0], pool)
     monkeypatch.setattr(judge, "KEYS_PER_TASK", 96)
-    assert judge.Reference(small, [0]).scores.tobytes() == alone.scores.tobytes()
+    monkeypatch.setattr(judge.os, "cpu_count", lambda: 1)
+    with judge.process_pool() as processes:
+        assert judge.Reference(small, [0], processes).scores.tobytes() == alone.scores.tobytes()
 
 
 def answer_of_a_peer(indices, scores):
@@ -275,7 +300,7 @@ def test_a_peer_may_settle_ties_otherwise_but_not_select_less():
         judge.compare(contestants.Answer(pieces=[]), indices, scores, None)
 
 
-def test_a_wrong_peer_is_a_fault_and_a_tie_is_not(small):
+def test_a_wrong_peer_is_a_fault_and_a_tie_is_not(small, pool):
     def shifted(logits):
         return logits.roll(1, dims=1)
 
@@ -297,14 +322,13 @@ def test_logits_come_in_pieces(small, monkeypatch):
     assert judge.compare(answer, indices, scores, None) == (Outcome.EXACT, 0)
 
 
-def test_scorers_are_compared_bit_by_bit(small, monkeypatch):
+def test_scorers_are_compared_bit_by_bit(small, pool, monkeypatch):
     def one_bit(logits):
         logits.view(torch.int32)[1, 5] ^= 1
         return logits
 
     for change, outcome in ((lambda logits: logits, "exact"), (one_bit, "wrong_set")):
         monkeypatch.setitem(sys.modules, "deep_gemm", library(change))
-        monkeypatch.setattr(contestants.importlib.util, "find_spec", lambda name: name if name == "deep_gemm" else None)
         who, _ = prefill.contestants([], [], True, prefill.SCORES)
         results, _ = run(small, options(who, scope=prefill.SCORES, num_keys=[128], num_queries=[2]))
         assert [(one.contestant, one.by_layer[0].outcome) for one in results] == [
@@ -314,39 +338,42 @@ def test_scorers_are_compared_bit_by_bit(small, monkeypatch):
         assert prefill.has_fault(results) == (outcome != "exact")
 
 
-def test_data_independent_contestants_are_timed_once(small):
+def test_data_independent_contestants_are_timed_once(small, pool, tmp_path):
     calls = []
     fake = contestants.Contestant(path="auto", mode=None, peer=None, data_independent=False, call=None)
     dense = contestants.ours(SelectPath.DENSE)
     fake = dataclasses.replace(fake, call=lambda *rest: calls.append(1) or dense.call(*rest))
+    out = tmp_path / "bench.jsonl"
     source = [small, dataclasses.replace(small, layer=6), dataclasses.replace(small, domain="en")]
-    chosen = options([fake, dense], num_keys=[128], num_queries=[2], effort=dataclasses.replace(ONCE, stage_runs=0))
-    results, lines = run(small, chosen, source=source)
+    chosen = options([fake, dense], num_keys=[128], num_queries=[1], effort=dataclasses.replace(ONCE, stage_runs=0))
+    results, lines = run(small, chosen, out, source)
     assert [(one.contestant, one.domain, one.layers) for one in results] == [
         ("auto", "synthetic", (0, 6)),
         ("dense", "synthetic", (0,)),
         ("auto", "en", (0,)),
     ]
     assert len(lines) == 3
+    assert cells.read([out])[1] == results
+    assert [json.loads(line).get("layers") for line in out.read_text().splitlines()] == [None, [0, 6], [0], [0]]
 
 
-def test_an_interrupted_run_leaves_what_it_had(small, tmp_path):
+def test_an_interrupted_run_leaves_what_it_had(small, pool, tmp_path):
     def source():
         yield small
         raise KeyboardInterrupt
 
     out = tmp_path / "bench.jsonl"
-    chosen = options([contestants.ours(SelectPath.DENSE)], num_keys=[128], num_queries=[2])
+    chosen = options([contestants.ours(SelectPath.DENSE)], num_keys=[128], num_queries=[1])
     with pytest.raises(KeyboardInterrupt):
         run(small, chosen, out, source())
     _, found = cells.read([out])
     assert [one.layers for one in found] == [(0,)]
 
 
-def test_the_complete_indexer_prepares_before_it_selects(small, monkeypatch):
+def test_the_complete_indexer_prepares_before_it_selects(small, pool, monkeypatch):
     tiny = indexer.Sizes(model="tiny", hidden=32, q_rank=16)
     monkeypatch.setitem(indexer.MODELS, 32, tiny)
-    chosen = options([contestants.ours(SelectPath.DENSE)], scope=prefill.COMPLETE, num_keys=[128], num_queries=[2])
+    chosen = options([contestants.ours(SelectPath.DENSE)], scope=prefill.COMPLETE, num_keys=[128], num_queries=[1])
     [one], _ = run(small, chosen)
     assert list(one.by_layer[0].stages_ms) == ["projections", "dense"]
     assert one.scope == "complete"
@@ -366,13 +393,31 @@ def test_the_preparation_is_that_of_an_indexer(device):
         indexer.Preparation(48, 5, torch.device(device.value), seed=1)
 
 
-def test_peers_that_are_not_installed_are_named(monkeypatch):
-    monkeypatch.setattr(contestants.importlib.util, "find_spec", lambda _: None)
+def test_peers_that_cannot_be_had_are_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "deep_gemm", None)
+    monkeypatch.setitem(sys.modules, "flashinfer", None)
     found, versions = contestants.peers()
     assert found == []
-    assert versions == {"deep_gemm": "not installed", "flashinfer": "not installed"}
+    assert set(versions) == {"deep_gemm", "flashinfer"}
+    assert all(version.startswith(("not installed", "cannot be imported")) for version in versions.values())
     with pytest.raises(BackendUnavailable, match="DeepGEMM"):
         contestants.scorers()
+
+
+def test_peers_are_the_scorer_with_each_top_k(small, monkeypatch):
+    def top_k(logits, topk, deterministic, tie_break):
+        assert (deterministic, tie_break) == (True, 1)
+        return torch.topk(logits, topk)
+
+    monkeypatch.setitem(sys.modules, "deep_gemm", library())
+    monkeypatch.setitem(sys.modules, "flashinfer", types.SimpleNamespace(top_k=top_k))
+    found, versions = contestants.peers()
+    assert [one.name for one in found] == ["deep_gemm+torch.topk", "deep_gemm+flashinfer"]
+    assert set(versions.values()) == {"unknown version"}
+    cell = small.suffix(128, 2)
+    [(indices, scores)] = contestants.ours(SelectPath.DENSE).call(cell, TOPK, None).pieces
+    for one in found:
+        assert judge.compare(one.call(cell, TOPK, None), indices, scores, None) == (Outcome.EXACT, 0)
 
 
 # Records
@@ -400,11 +445,13 @@ def cell(contestant="auto", domain="en", heads=64, keys=2**20, queries=16384, by
 
 
 def test_layers_are_averaged_and_joined(schema_errors):
-    joined = cells.merge([cell(by_layer=(part(6, 4.0),)), cell("dense"), cell(by_layer=(part(0, 2.0),))])
+    second = part(0, 2.0, prune_rate=0.91, workspace_bytes=2**22)
+    joined = cells.merge([cell(by_layer=(part(6, 4.0),)), cell("dense"), cell(by_layer=(second,))])
     assert [(one.contestant, one.layers) for one in joined] == [("auto", (0, 6)), ("dense", cells.LAYERS)]
     record = joined[0].to_json()
     assert schema_errors(record) == []
     assert record["ms"] == {"median": 3.0, "p10": 2.7, "p90": 3.6}
+    assert (record["prune_rate"], record["workspace_bytes"]) == (0.94, 2**22)
     assert (record["fallback_rows"], record["equal_to_reference"], record["runs"]) == (4, True, 20)
     assert cells.from_json(json.loads(cells.line(record))) == joined[0]
     with pytest.raises(InvalidProblem, match="twice"):
@@ -535,12 +582,6 @@ def test_the_best_peer_is_the_fastest():
     assert page.Results(found).best_peer("selection", (64, 2**20, 16384)).peer == "deep_gemm+flashinfer"
 
 
-def record(calibration):
-    spread = None if calibration is None else {"median": calibration, "p10": calibration, "p90": calibration}
-    first = prefill.run_record(options([]), "synthetic", {"deep_gemm": "0.1.5"}, None, "0123456789abcdef")
-    return {**first, "calibration_ms": spread}
-
-
 def test_files_are_stitched_only_with_equal_calibration():
     assert page.calibration_spread([record(None)]) is None
     assert page.calibration_spread([record(10.0), record(10.2)]) == pytest.approx(0.02)
@@ -641,27 +682,29 @@ def test_bad_usage(dosa, arguments, words):
     assert words in err
 
 
-def test_the_command_checks_times_and_writes(dosa, tmp_path, monkeypatch, device):
+def test_the_command_checks_times_and_writes(dosa, pool, tmp_path, monkeypatch, device):
     """The whole command with a stand-in for the GPU's clock."""
     from dosa_verify.bench import cli
 
     monkeypatch.setattr(cli, "cuda_is_available", lambda: True)
     monkeypatch.setattr(cli, "Device", types.SimpleNamespace(CUDA=device))
     monkeypatch.setattr(timing, "CudaMeter", Ticks)
+    monkeypatch.setattr(timing, "QUICK", ONCE)
+    monkeypatch.setattr(prefill, "environment", lambda: first_line()["environment"])
     for name, value in (("CALIBRATION_HEADS", 32), ("CALIBRATION_KEYS", 64), ("CALIBRATION_QUERIES", 1)):
         monkeypatch.setattr(prefill, name, value)
     out = tmp_path / "bench.jsonl"
     command = (
-        "bench", "prefill", "--synthetic", "--keys", "96", "--queries", "2", "--num-heads", "32", "--topk", TOPK,
+        "bench", "prefill", "--synthetic", "--keys", "96", "--queries", "1", "--num-heads", "32", "--topk", TOPK,
         "--paths", "dense", "--quick", "--calibration", "--reference-rows", "1", "--out", out,
     )  # fmt: skip
     code, text, err = dosa(*command)
     assert code == 0
     assert "dense" in text
-    assert "2 x 96, H = 32: dense" in err
+    assert "1 x 96, H = 32: dense" in err
     [run_line], [one] = cells.read([out])
     assert run_line["calibration_ms"] is not None
-    assert (one.domain, one.num_keys, one.by_layer[0].runs) == ("synthetic", 96, 3)
+    assert (one.domain, one.num_keys, one.by_layer[0].runs) == ("synthetic", 96, 1)
     monkeypatch.setattr(prefill, "ours", lambda *_: altered(other_bit))
     assert dosa(*command)[0] == 1
 
