@@ -7,10 +7,7 @@ each line):
 ===================  ===================================================================================================
 ``residual``         ``sqrt(sum |V . V'|)`` over all pairs of the ``R_g / 2`` and the linear column's ``e``; without a
 linear column ``sqrt(sum max(R_g . R_g', 0))``
-``omitted_dot``      ``sum_g w_g D(q_g)``
-``projected_dot``    ``sum_j (sum_g w_g a_gj) D(q_j)``
-``aggregated_dot``   ``sum_h lambda_h D(q_h)``
-``column_dot``       ``sum_{synthetic} |c| D(y)``
+``dots``             ``min(sum_v f_v D(v), J)`` over the vectors ``v`` whose dots may err, ``J`` their joint error
 ``column_rounding``  ``sum_{synthetic relu} ||e||``
 ``head_chain``       ``HEAD_CHAIN_ULPS u sum_h |w_h| mag(q_h)``
 ``bound_chain``      ``BOUND_CHAIN_ULPS u (sum_j |c_j| mag(y_j) + all terms above)``
@@ -26,6 +23,7 @@ there is nothing to pay.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -80,10 +78,7 @@ class GuardTerms:
     """The error budget of one row, term by term, in float64; the module docstring defines each."""
 
     residual: float
-    omitted_dot: float
-    projected_dot: float
-    aggregated_dot: float
-    column_dot: float
+    dots: float
     column_rounding: float
     head_chain: float
     bound_chain: float
@@ -105,10 +100,7 @@ class ExactGuardTerms:
     """The error budget of one row as rationals, every square root rounded one way; fields as in :class:`GuardTerms`."""
 
     residual: Fraction
-    omitted_dot: Fraction
-    projected_dot: Fraction
-    aggregated_dot: Fraction
-    column_dot: Fraction
+    dots: Fraction
     column_rounding: Fraction
     head_chain: Fraction
     bound_chain: Fraction
@@ -139,13 +131,51 @@ def dot_error(codes: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 
     Source: docs/bound.md, lemma ``dot_error``.
     """
+    reach, prefix = _step_norms(codes)
+    aligned = FIRST_STEP_LOSSY * reach[..., 0] + STEP_LOSSY * reach[..., 1:].sum(axis=-1)
+    return np.asarray((aligned + prefix.sum(axis=-1)) * 2.0**-FRACTION_BITS)
+
+
+def joint_error(codes: npt.NDArray[Any], factors: npt.NDArray[np.float64], upward: npt.NDArray[np.bool_]) -> float:
+    """``J``: the wrong-way errors of the computed dots of several vectors with one key, weighted, are within ``J n``.
+
+    Truncation is towards zero: a negative product can only raise a sum, a positive one only lower it, and the sign of
+    the key's element is the same for all vectors. So of the two sets of vectors that element ``i`` can harm, one at a
+    time counts::
+
+        J = 2^-13 (sum_i max(P_i, N_i) + sum_v f_v (sum_{t>1} m_vt + sum_t ||v_{<=t}||))
+        P_i = sum of f_v m_vt over downward v with v_i > 0 and upward v with v_i < 0; N_i the other way round
+
+    with ``m_v1 = |v~_1|_inf`` and ``m_vt = max(|v~_t|_inf, ||v_{<t}||)``.
+
+    Args:
+        codes: E4M3 ``[n, 128]``, the vectors; no NaN.
+        factors: ``f_v >= 0``, float64 ``[n]``.
+        upward: bool ``[n]``; True where a computed dot above the real one does harm, False where one below does.
+
+    Returns:
+        ``J``, rounded to nearest a few times; the term ``float64`` of the guard covers that.
+
+    Exactness: enclosure of the hardware model, up to float64 rounding.
+
+    Source: docs/bound.md, lemmas ``signed_loss``, ``signed_step``, ``shared_signs``.
+    """
+    reach, prefix = _step_norms(codes)
+    harm = np.sign(e4m3_float64(codes)) * np.where(upward, -1.0, 1.0)[:, None]
+    unit = np.repeat(factors[:, None] * reach, STEP_TERMS, axis=1)
+    elements = np.maximum((unit * (harm > 0)).sum(axis=0), (unit * (harm < 0)).sum(axis=0)).sum()
+    rest = (factors * (reach[:, 1:].sum(axis=1) + prefix.sum(axis=1))).sum()
+    return float((elements + rest) * 2.0**-FRACTION_BITS)
+
+
+def _step_norms(codes: npt.NDArray[Any]) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
+    """Per step the alignment's reach ``max(|y~_t|_inf, ||y_{<t}||)`` and the norm ``||y_{<=t}||``: ``[..., 4]``."""
     blocks = e4m3_float64(codes)
     blocks = blocks.reshape(*blocks.shape[:-1], STEPS, STEP_TERMS)
-    largest = np.abs(_raised(blocks)).max(axis=-1)
+    reach = np.abs(_raised(blocks)).max(axis=-1)
     prefix = np.sqrt(np.cumsum((blocks * blocks).sum(axis=-1), axis=-1))
-    aligned = FIRST_STEP_LOSSY * largest[..., 0]
-    aligned = aligned + STEP_LOSSY * np.maximum(largest[..., 1:], prefix[..., :-1]).sum(axis=-1)
-    return np.asarray((aligned + prefix.sum(axis=-1)) * 2.0**-FRACTION_BITS)
+    reach[..., 1:] = np.maximum(reach[..., 1:], prefix[..., :-1])
+    return reach, prefix
 
 
 def e4m3_float64(codes: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
@@ -196,17 +226,18 @@ def guard_terms(
         residual = math.sqrt(np.abs(together @ together.T).sum())
     else:
         residual = math.sqrt(np.maximum(residuals @ residuals.T, 0.0).sum())
-    head_error, head_magnitude = dot_error(q_row), magnitude(q_row)
-    column_error, column_magnitude = dot_error(columns), magnitude(columns)
-    multipliers = certificate.aggregate.sum(axis=0)
-    head_sum = float((np.abs(w) * head_magnitude).sum())
+    column_magnitude = magnitude(columns)
+    head_sum = float((np.abs(w) * magnitude(q_row)).sum())
     column_sum = float((np.abs(c) * column_magnitude).sum())
+    # Harm is done by an omitted head and a relu aggregate whose dot comes out too large, and by a negative head, a
+    # projected share and a linear column whose dot comes out too small.
+    codes = np.concatenate([q_row.view(np.uint8), columns.view(np.uint8)])
+    head_factors = np.where(omitted, w, certificate.aggregate.sum(axis=0))
+    factors = np.concatenate([head_factors, np.where(synthetic, np.abs(c), projected)])
+    upward = np.concatenate([omitted, synthetic & ~(linear & (c > 0))])
     terms = {
         "residual": residual,
-        "omitted_dot": float((np.where(omitted, w, 0.0) * head_error).sum()),
-        "projected_dot": float((projected * column_error).sum()),
-        "aggregated_dot": float((multipliers * head_error).sum()),
-        "column_dot": float((np.abs(c) * column_error)[synthetic].sum()),
+        "dots": min(float(factors @ dot_error(codes)), joint_error(codes, factors, upward)),
         "column_rounding": float(np.sqrt((rounding[synthetic & ~linear] ** 2).sum(axis=-1)).sum()),
         "head_chain": HEAD_CHAIN_ULPS * float(FLOAT32_UNIT) * head_sum,
     }
@@ -299,22 +330,51 @@ def residual_lattice(
 
 def dot_error_exact(codes: npt.NDArray[Any], sqrt: Sqrt = sqrt_up) -> Fraction:
     """``D(y)`` of one E4M3 vector ``[128]`` in rationals, on the side of the real one that ``sqrt`` errs to."""
-    values = [Fraction(value) for value in e4m3_float64(codes).tolist()]
-    aligned, outputs, square = Fraction(0), Fraction(0), Fraction(0)
+    reach, prefix = _step_norms_exact(codes, sqrt)
+    aligned = FIRST_STEP_LOSSY * reach[0] + STEP_LOSSY * sum(reach[1:], Fraction(0))
+    return (aligned + sum(prefix, Fraction(0))) / 2**FRACTION_BITS
+
+
+def joint_error_exact(
+    codes: npt.NDArray[Any], factors: Sequence[Fraction], upward: Sequence[bool], sqrt: Sqrt = sqrt_up
+) -> Fraction:
+    """``J`` of :func:`joint_error` in rationals, on the side of the real one that ``sqrt`` errs to."""
+    units, rest = [], Fraction(0)
+    for code, factor in zip(codes, factors, strict=True):
+        reach, prefix = _step_norms_exact(code, sqrt)
+        rest += factor * (sum(reach[1:], Fraction(0)) + sum(prefix, Fraction(0)))
+        units.append([factor * r for r in reach])
+    # Dyadic rationals, all of them: integers on their finest common power of two add faster.
+    finest = max(u.denominator.bit_length() - 1 for unit in units for u in unit)
+    integers = np.array([[int(u * 2**finest) for u in unit] for unit in units], object)
+    harm = np.sign(e4m3_float64(codes)).astype(np.int64) * np.where(upward, -1, 1)[:, None]
+    each = np.repeat(integers, STEP_TERMS, axis=1)
+    elements = np.maximum((each * (harm > 0)).sum(axis=0), (each * (harm < 0)).sum(axis=0)).sum()
+    return (Fraction(int(elements), 2**finest) + rest) / 2**FRACTION_BITS
+
+
+def _step_norms_exact(codes: npt.NDArray[Any], sqrt: Sqrt) -> tuple[tuple[Fraction, ...], tuple[Fraction, ...]]:
+    return _step_norms_of(codes.tobytes(), sqrt)
+
+
+@functools.lru_cache(maxsize=1024)  # a verdict needs those of every vector several times
+def _step_norms_of(codes: bytes, sqrt: Sqrt) -> tuple[tuple[Fraction, ...], tuple[Fraction, ...]]:
+    values = [Fraction(value) for value in e4m3_float64(np.frombuffer(codes, np.uint8)).tolist()]
+    reach: list[Fraction] = []
+    prefix: list[Fraction] = []
+    square = Fraction(0)
     for step in range(STEPS):
         block = values[step * STEP_TERMS : (step + 1) * STEP_TERMS]
         largest = max((max(abs(v), E4M3_MIN_NORMAL) for v in block if v), default=Fraction(0))
-        before = sqrt(square)
+        reach.append(max(largest, prefix[-1]) if prefix else largest)
         square += sum((v * v for v in block), Fraction(0))
-        aligned += FIRST_STEP_LOSSY * largest if step == 0 else STEP_LOSSY * max(largest, before)
-        outputs += sqrt(square)
-    return (aligned + outputs) / 2**FRACTION_BITS
+        prefix.append(sqrt(square))
+    return tuple(reach), tuple(prefix)
 
 
 def magnitude_exact(codes: npt.NDArray[Any], sqrt: Sqrt = sqrt_up) -> Fraction:
     """``mag(y) = ||y|| + D(y)`` of one E4M3 vector ``[128]`` in rationals."""
-    square = sum((Fraction(value) ** 2 for value in e4m3_float64(codes).tolist()), Fraction(0))
-    return sqrt(square) + dot_error_exact(codes, sqrt)
+    return _step_norms_exact(codes, sqrt)[1][-1] + dot_error_exact(codes, sqrt)
 
 
 def _exact_terms(
@@ -328,8 +388,6 @@ def _exact_terms(
 ) -> ExactGuardTerms:
     """The budget with every square root rounded by ``sqrt``; each term grows with each of its roots."""
     w, c = [Fraction(float(value)) for value in w_row], [Fraction(float(value)) for value in coefficients]
-    head_error = [dot_error_exact(code, sqrt) for code in q_row]
-    column_error = [dot_error_exact(code, sqrt) for code in columns]
     head_sum = _dot([abs(value) for value in w], [magnitude_exact(code, sqrt) for code in q_row])
     column_sum = _dot([abs(value) for value in c], [magnitude_exact(code, sqrt) for code in columns])
     omitted, residuals = residual_lattice(q_row, w_row, columns, certificate)
@@ -348,12 +406,15 @@ def _exact_terms(
             rounding += sqrt(_inner(error, error))
     residual = sqrt(_residual_square(residuals, linear_error))
     aggregated = Lattice(multipliers.values.sum(axis=0), multipliers.exponent).fractions()
+    codes = np.concatenate([q_row.view(np.uint8), columns.view(np.uint8)])
+    factors = [w[h] if h in omitted else aggregated[h] for h in range(len(w))]
+    factors += [abs(c[j]) if j in synthetic else projected[j] for j in range(len(c))]
+    upward = [h in omitted for h in range(len(w))]
+    upward += [j in synthetic and not (linear[j] and c[j] > 0) for j in range(len(c))]
+    joint = joint_error_exact(codes, factors, upward, sqrt)
     terms = {
         "residual": residual,
-        "omitted_dot": _dot([w[g] for g in omitted], [head_error[g] for g in omitted]),
-        "projected_dot": _dot(projected, column_error),
-        "aggregated_dot": _dot(aggregated, head_error),
-        "column_dot": _dot([abs(c[j]) for j in synthetic], [column_error[j] for j in synthetic]),
+        "dots": min(_dot(factors, [dot_error_exact(code, sqrt) for code in codes]), joint),
         "column_rounding": rounding,
         "head_chain": HEAD_CHAIN_ULPS * FLOAT32_UNIT * head_sum,
     }

@@ -11,16 +11,17 @@ same exact bound ``sum_j c_j psi_j``, so that the guard is the only difference:
 
 ``none``           residual and rounding of the synthetic columns only: what real numbers need
 ``observed``       every dot errs by the largest error seen in this study, relative to the norms
-``proved``         the guard in use, ``docs/bound.md``
-``query_joint``    from the query alone: accumulators of all vectors together, by their Gram matrices
+``proved``         the guard of ``docs/bound.md``: errors that do harm, a key's element having one sign for all vectors
+``each``           the sum of ``D`` of each vector, errors of both directions
+``query_joint``    both directions, from the query alone: accumulators of all vectors together, by their Gram matrices
 ``call_prefixes``  from the query and, for all keys of a call, the largest ``|k~_t|_inf / n`` and ``||k~_<=t|| / n``
 ``call_joint``     both of these
 ``key_prefixes``   per key four prefix norms beside ``n``: ``max(|k~_t|_inf, ||k~_<t||)`` in the place of ``n``
 ``joint_two``      per key ``n`` and ``|k~|_inf``: products by ``|k~|_inf``, accumulators together
 ``joint_blocks``   the same with the prefix norms ``||k~_<=t||``
 
-``tau`` is the K-th best exact score of the row. Only ``proved`` is in use. The three after it would cost nothing per
-pair of query and key; the last three need one multiplication per pair for every further number of a key.
+``tau`` is the K-th best exact score of the row. All after ``proved`` count errors of both directions. The last three
+need one multiplication per pair of query and key for every further number of a key, the others nothing.
 """
 
 from __future__ import annotations
@@ -61,11 +62,8 @@ HALF_SAMPLE: Final = 32
 HARD_RANKS: Final = 4
 """The choice of columns sees so many keys of the ranks K to ``HARD_RANKS`` K, and so many of all keys."""
 
-OTHERS: Final = ("query_joint", "call_prefixes", "call_joint", "key_prefixes", "joint_two", "joint_blocks")
+OTHERS: Final = ("each", "query_joint", "call_prefixes", "call_joint", "key_prefixes", "joint_two", "joint_blocks")
 GUARDS: Final = ("none", "observed", "proved", *OTHERS)
-PER_DOT: Final = ("omitted_dot", "projected_dot", "aggregated_dot", "column_dot")
-"""Terms of the guard that are errors of dots."""
-
 BEGIN, END = "<!-- guard study: begin -->", "<!-- guard study: end -->"
 
 Floats = npt.NDArray[np.float64]
@@ -197,7 +195,7 @@ def dot_guards(codes: npt.NDArray[Any], factors: Floats, keys: KeySide) -> dict[
     share = [part[n > 0] / n[n > 0, None] for part in (keys.largest[:, None], keys.steps, prefix)]
     product, step, accumulator = (part.max(axis=0) for part in share)
     return {
-        "proved": unit * (aligned.sum() + outputs.sum()) * n,
+        "each": unit * (aligned.sum() + outputs.sum()) * n,
         "query_joint": unit * from_ratios(np.ones(1), np.ones(STEPS), np.ones(STEPS)),
         "call_prefixes": unit * (aligned @ step + outputs @ accumulator) * n,
         "call_joint": unit * from_ratios(product, step, accumulator),
@@ -350,10 +348,10 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _dots_ratio(measured: Measured, guard: str) -> float:
-    """The dot terms of another guard over those of the proved one, mean over keys."""
+    """The dot term of another guard over that of the proved one, mean over keys."""
     terms = measured.terms
-    rest = (terms.total() - sum(getattr(terms, name) for name in PER_DOT)) * measured.scaled_norm
-    proved = sum(getattr(terms, name) for name in PER_DOT) * measured.scaled_norm
+    rest = (terms.total() - terms.dots) * measured.scaled_norm
+    proved = terms.dots * measured.scaled_norm
     return float(np.mean((measured.slacks[guard] - rest)[proved > 0] / proved[proved > 0]))
 
 
@@ -380,7 +378,7 @@ def tables(record: Mapping[str, Any]) -> str:
     heads = ["trace, M, K", *(f"`{name}`" for name in terms if name != "floor"), *(n.replace("_", " ") for n in OTHERS)]
     lines += [
         "",
-        "Parts of `G` in %, and the dot terms of the other guards over the proved ones:",
+        "Parts of `G` in %, and the dot terms of the other guards over `dots`:",
         "",
         _line(heads),
         _line(["---"] * len(heads)),

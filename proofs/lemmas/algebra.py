@@ -220,21 +220,20 @@ def _column_rounding(_: Constants, *, own_error: bool = True, norm_covers: bool 
             rounding >= 0,
             key_norm <= n if norm_covers else n >= 0,
             absolute(exact - scale * column) <= rounding * key_norm,
-            absolute(computed - column) <= dot_error * n,
+            dot_error * n >= 0,
+            computed - column <= dot_error * n,
         ),
-        claim=every(
-            -relu(exact) <= -(scale * relu(computed)) + slack * n,
-            exact <= scale * computed + slack * n,
-        ),
+        claim=-relu(exact) <= -(scale * relu(computed)) + slack * n,
     )
 
 
 def _linear_column(
     _: Constants, *, own_error: bool = True, norm_covers: bool = True, rounding_covered: bool = True
 ) -> Statement:
-    # v = scale * y + e. exact, column, error: v.k, y.k and e.k; computed: the FP8 dot of y and k; size: the sum of
-    # |R_g.k| / 2; whole: the sum of |V.k| over all V, that is all R_g / 2 and e; rho: the root over all of them.
-    exact, column, error, computed, scale, dot_error = reals("exact column error computed scale dot_error")
+    # v = scale * y + e. exact, column, error: v.k, y.k and e.k; computed: the FP8 dot of y and k, at most lowered below
+    # the real one; size: the sum of |R_g.k| / 2; whole: the sum of |V.k| over all V, that is all R_g / 2 and e; rho:
+    # the root over all of them.
+    exact, column, error, computed, scale, lowered = reals("exact column error computed scale lowered")
     size, whole, rho, key_norm, n = reals("size whole rho key_norm n")
     return Statement(
         logic="QF_NRA",
@@ -243,12 +242,12 @@ def _linear_column(
             rho >= 0,
             key_norm <= n if norm_covers else n >= 0,
             equal(exact, scale * column + error),
-            absolute(computed - column) <= dot_error * n,
+            column - computed <= lowered,
             equal(whole, size + absolute(error) if rounding_covered else size),
             # signed_sum_norm and residual_geometry, for all V.
             whole <= key_norm * rho,
         ),
-        claim=exact + size <= scale * computed + (scale * dot_error + rho if own_error else rho) * n,
+        claim=exact + size <= scale * (computed + lowered if own_error else computed) + rho * n,
     )
 
 
@@ -449,7 +448,7 @@ LEMMAS = (
     ),
     Lemma(
         id="column_rounding",
-        statement="A synthetic FP8 column covers the real one with slack (2^-m D(y) + ||e||) n, as relu and as linear.",
+        statement="For v = 2^-m y + e, an FP8 relu column: -relu(v.k) <= -2^-m relu(d_y) + (2^-m D(y) + ||e||) n.",
         theme=THEME,
         build=_column_rounding,
         speaks_of=("dosa_ref.bound.build_row_bound", "dosa_ref.guard.dot_error"),
@@ -464,8 +463,8 @@ LEMMAS = (
     ),
     Lemma(
         id="linear_column",
-        statement="For L = 2^-m y + e: L.k + sum_g |R_g.k| / 2 <= 2^-m d_y + (2^-m D(y) + sqrt(sum |V.V'|)) n, the V "
-        "being all R_g / 2 and e.",
+        statement="For L = 2^-m y + e and y.k <= d_y + l: L.k + sum_g |R_g.k| / 2 <= 2^-m (d_y + l) + "
+        "sqrt(sum |V.V'|) n, the V being all R_g / 2 and e.",
         theme=THEME,
         build=_linear_column,
         speaks_of=("dosa_ref.bound.build_row_bound", "dosa_ref.guard.guard_terms"),

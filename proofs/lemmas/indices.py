@@ -209,11 +209,7 @@ LEMMAS = (
         statement="Dropping from a sorted list what equals its predecessor leaves every entry once.",
         theme=THEME,
         build=_distinct_seeds,
-        speaks_of=(
-            "dosa_ref.select.select_prefill",
-            "dosa_ref.select.select_decode",
-            "dosa_gpu.seeds.group_seeds",
-        ),
+        speaks_of=("dosa_ref.select.select_prefill", "dosa_ref.select.select_decode"),
         mutants=(
             Mutant(id="unsorted", broken="the list is not sorted", build=partial(_distinct_seeds, ascending=False)),
         ),

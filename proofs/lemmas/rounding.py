@@ -371,8 +371,12 @@ def _bound_covers_score(constants: Constants, *, left_out: str = "") -> Statemen
     )
     projected_exact, projected, residual_exact = reals("projected_exact projected residual_exact")
     columns, linear, aggregate, exact_bound = reals("columns linear aggregate exact_bound")
-    names = "residual omitted_dot projected_dot aggregated_dot column_dot_a column_dot_l rounding_a float64"
+    names = "residual dots rounding_a float64"
     term = dict(zip(names.split(), reals(names), strict=True))
+    # What computed dots lose, summed over the vectors of each kind.
+    lost_omitted, lost_projected, lost_negative, lost_linear, lost_aggregate = reals(
+        "lost_omitted lost_projected lost_negative lost_linear lost_aggregate"
+    )
     heads, absolutes, guard, score_underflow, bound_underflow = reals(
         "heads absolutes guard score_underflow bound_underflow"
     )
@@ -394,13 +398,15 @@ def _bound_covers_score(constants: Constants, *, left_out: str = "") -> Statemen
             2 * (score_underflow + bound_underflow) <= floor,
             # head_chain: the computed score against the sum of the computed head terms.
             score <= retained + omitted - negative + head_chain + score_underflow,
+            # dot_error_total or shared_signs, for all vectors together.
+            lost_omitted + lost_projected + lost_negative + lost_linear + lost_aggregate <= term["dots"],
             # computed_dots, projection, linear_column, aggregation, linear_negative, column_rounding.
-            omitted <= omitted_exact + term["omitted_dot"],
+            omitted <= omitted_exact + lost_omitted,
             omitted_exact <= projected_exact + residual_exact,
-            projected_exact <= projected + term["projected_dot"],
-            residual_exact - negative_exact <= linear + term["column_dot_l"] + term["residual"],
-            -negative <= -aggregate_exact - negative_exact + term["aggregated_dot"],
-            -aggregate_exact <= -aggregate + term["column_dot_a"] + term["rounding_a"],
+            projected_exact <= projected + lost_projected,
+            residual_exact - negative_exact <= linear + lost_linear + term["residual"],
+            -negative <= -aggregate_exact - negative_exact + lost_negative,
+            -aggregate_exact <= -aggregate + lost_aggregate + term["rounding_a"],
             # coefficient_round_up: the columns of the bound against the terms that they stand for.
             columns >= retained + projected + linear - aggregate,
             guard >= full,
@@ -642,10 +648,7 @@ LEMMAS = (
             )
             for name in (
                 "residual",
-                "omitted_dot",
-                "projected_dot",
-                "aggregated_dot",
-                "column_dot_l",
+                "dots",
                 "rounding_a",
                 "head_chain",
                 "bound_chain",

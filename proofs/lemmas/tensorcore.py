@@ -226,21 +226,95 @@ def _dot_error_total(constants: Constants, *, skipped: int = -1) -> Statement:
     return Statement(logic="QF_LRA", premises=tuple(premises), claim=error <= unit * total(parts))
 
 
-def _computed_dots(_: Constants, *, negative: bool = True, projected: bool = True) -> Statement:
-    # computed and exact dot of one head, |computed - exact| <= error (which is D(q) n).
-    computed, exact, error, weight, share, multiplier = reals("computed exact error weight share multiplier")
+def _signed_loss(_: Constants, *, towards_zero: bool = True) -> Statement:
+    # One term of a step: product, and what alignment leaves of it. total, exact: the sums so far; raised, lowered: so
+    # many units, as a magnitude, as terms so far could raise or lower the total.
+    product, cut, unit, total_sum, exact, raised, lowered = reals("product cut unit total exact raised lowered")
+    kept = every(
+        implies(product >= 0, every(cut >= 0, cut <= product)), implies(product <= 0, every(cut <= 0, cut >= product))
+    )
+    return Statement(
+        logic="QF_LRA",
+        premises=(
+            *((kept,) if towards_zero else ()),
+            absolute(product - cut) <= unit,
+            total_sum - exact <= raised,
+            exact - total_sum <= lowered,
+        ),
+        claim=every(
+            (total_sum + cut) - (exact + product) <= raised + choose(product < 0, unit, 0),
+            (exact + product) - (total_sum + cut) <= lowered + choose(product > 0, unit, 0),
+        ),
+    )
+
+
+def _signed_step(constants: Constants, *, accumulator_cut: bool = True, output: bool = True) -> Statement:
+    # One step, one direction. wrong: what the step's products may raise, per unit of n: the sum of m_t over those that
+    # are negative. reach: m_t; prefix_next: ||q_<=t||; before: the error so far; the other names as in dot_error.
+    accumulator, aligned, following, exact, products, cut = reals("accumulator aligned following exact products cut")
+    before, wrong, reach, prefix_next, n, step_power, output_power = reals(
+        "before wrong reach prefix_next n step_power output_power"
+    )
+    unit = Fraction(1, 2 ** _fraction_bits(constants))
+    after = before + unit * wrong
+    if accumulator_cut:
+        after = after + unit * reach
+    if output:
+        after = after + unit * prefix_next
     return Statement(
         logic="QF_NRA",
         premises=(
-            absolute(computed - exact) <= error,
+            accumulator - exact <= before * n,
+            # signed_loss, with units of at most 2^-13 m_t n.
+            cut - products <= unit * (wrong * n),
+            # step_alignment, output_cut; the largest magnitude as in dot_error.
+            aligned - accumulator <= unit * step_power,
+            step_power <= reach * n,
+            following - (aligned + cut) <= unit * output_power,
+            output_power <= prefix_next * n,
+        ),
+        claim=following - (exact + products) <= after * n,
+    )
+
+
+def _shared_signs(_: Constants, *, larger: bool = True) -> Statement:
+    # Element i of all vectors and of one key. harm: the sum so far of f_v m_vt over the vectors whose product is
+    # negative; plus, minus: those with a negative and with a positive element. One more vector, with share = f_v m_vt.
+    harm, plus, minus, share, element, key = reals("harm plus minus share element key")
+    zero = number(0, "Real")
+    plus_next, minus_next = plus + choose(element < 0, share, zero), minus + choose(element > 0, share, zero)
+    reached = maximum(plus_next, minus_next) if larger else Fraction(1, 2) * (plus_next + minus_next)
+    met = harm + choose(element * key < 0, share, zero)
+    return Statement(
+        logic="QF_NRA",
+        premises=(
+            share >= 0,
+            plus >= 0,
+            harm <= choose(key > 0, plus, choose(key < 0, minus, zero)),
+        ),
+        claim=every(met <= choose(key > 0, plus_next, choose(key < 0, minus_next, zero)), met <= reached),
+    )
+
+
+def _computed_dots(_: Constants, *, negative: bool = True, projected: bool = True) -> Statement:
+    # computed and exact dot of one head: at most raised above it, at most lowered below it.
+    computed, exact, raised, lowered = reals("computed exact raised lowered")
+    weight, share, multiplier = reals("weight share multiplier")
+    return Statement(
+        logic="QF_NRA",
+        premises=(
+            raised >= 0,
+            lowered >= 0,
+            computed - exact <= raised,
+            exact - computed <= lowered,
             share >= 0,
             multiplier >= 0,
             weight >= multiplier if negative else weight <= multiplier,
         ),
         claim=every(
-            weight * relu(computed) <= weight * relu(exact) + weight * error,
-            share * relu(exact) <= share * relu(computed) + (share if projected else number(0, "Real")) * error,
-            -(weight * relu(computed)) <= -(multiplier * relu(exact)) + multiplier * error,
+            weight * relu(computed) <= weight * relu(exact) + weight * raised,
+            share * relu(exact) <= share * relu(computed) + (share if projected else number(0, "Real")) * lowered,
+            -(weight * relu(computed)) <= -(multiplier * relu(exact)) + multiplier * lowered,
         ),
     )
 
@@ -386,6 +460,45 @@ LEMMAS = (
         ),
     ),
     Lemma(
+        id="signed_loss",
+        statement="A term cut towards zero raises a sum only if it is negative, lowers it only if positive, by a unit.",
+        theme=THEME,
+        build=_signed_loss,
+        speaks_of=("dosa_ref.tensorcore.dot_scalar", "dosa_ref.guard.joint_error"),
+        mutants=(
+            Mutant(id="rounded", broken="rounded to either side", build=partial(_signed_loss, towards_zero=False)),
+        ),
+        note="`step_alignment` gives the unit; zero products lose nothing.",
+    ),
+    Lemma(
+        id="signed_step",
+        statement="One step raises a dot by at most 2^-13 (m_t times its negative products, m_t, ||q_<=t||) n in all; "
+        "likewise lowers.",
+        theme=THEME,
+        build=_signed_step,
+        constants=("FRACTION_BITS",),
+        speaks_of=("dosa_ref.guard.joint_error",),
+        mutants=(
+            Mutant(
+                id="no_accumulator",
+                broken="cut of the accumulator left out",
+                build=partial(_signed_step, accumulator_cut=False),
+            ),
+            Mutant(id="no_output_cut", broken="cut of the sum left out", build=partial(_signed_step, output=False)),
+        ),
+        note="m_t = max(|q~_t|_inf, ||q_<t||) as in `dot_error`; the first step has no accumulator. Lowering is the "
+        "same with all signs changed.",
+    ),
+    Lemma(
+        id="shared_signs",
+        statement="Vectors with a negative product at element i weigh at most max(P_i, N_i): a key has one sign there.",
+        theme=THEME,
+        build=_shared_signs,
+        speaks_of=("dosa_ref.guard.joint_error",),
+        mutants=(Mutant(id="mean", broken="their mean for the larger", build=partial(_shared_signs, larger=False)),),
+        note="For a vector that errs downward the signs of its elements are changed.",
+    ),
+    Lemma(
         id="dot_magnitude",
         statement="A computed dot has |d_y| <= mag(y) n with mag(y) = ||y|| + D(y), and so has its relu.",
         theme=THEME,
@@ -395,8 +508,8 @@ LEMMAS = (
     ),
     Lemma(
         id="computed_dots",
-        statement="With |d - x| <= D n: w relu(d) <= w (relu(x) + D n), a relu(x) <= a (relu(d) + D n) and "
-        "-|w| relu(d) <= -lambda relu(x) + lambda D n.",
+        statement="With x - l <= d <= x + r: w relu(d) <= w (relu(x) + r), a relu(x) <= a (relu(d) + l) and "
+        "-|w| relu(d) <= -lambda relu(x) + lambda l.",
         theme=THEME,
         build=_computed_dots,
         speaks_of=("dosa_ref.guard.dot_error",),

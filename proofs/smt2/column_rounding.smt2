@@ -1,4 +1,4 @@
-; column_rounding: A synthetic FP8 column covers the real one with slack (2^-m D(y) + ||e||) n, as relu and as linear.
+; column_rounding: For v = 2^-m y + e, an FP8 relu column: -relu(v.k) <= -2^-m relu(d_y) + (2^-m D(y) + ||e||) n.
 ; The negated claim: unsat means proved.
 (set-logic QF_NRA)
 (declare-const column Real)
@@ -13,6 +13,7 @@
 (assert (>= rounding 0.0))
 (assert (<= key_norm n))
 (assert (<= (ite (>= (- exact (* scale column)) 0.0) (- exact (* scale column)) (- (- exact (* scale column)))) (* rounding key_norm)))
-(assert (<= (ite (>= (- computed column) 0.0) (- computed column) (- (- computed column))) (* dot_error n)))
-(assert (not (and (<= (- (ite (> exact 0.0) exact 0.0)) (+ (- (* scale (ite (> computed 0.0) computed 0.0))) (* (+ (* scale dot_error) rounding) n))) (<= exact (+ (* scale computed) (* (+ (* scale dot_error) rounding) n))))))
+(assert (>= (* dot_error n) 0.0))
+(assert (<= (- computed column) (* dot_error n)))
+(assert (not (<= (- (ite (> exact 0.0) exact 0.0)) (+ (- (* scale (ite (> computed 0.0) computed 0.0))) (* (+ (* scale dot_error) rounding) n)))))
 (check-sat)

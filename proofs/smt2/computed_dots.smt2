@@ -1,15 +1,19 @@
-; computed_dots: With |d - x| <= D n: w relu(d) <= w (relu(x) + D n), a relu(x) <= a (relu(d) + D n) and -|w| relu(d) <= -lambda relu(x) + lambda D n.
+; computed_dots: With x - l <= d <= x + r: w relu(d) <= w (relu(x) + r), a relu(x) <= a (relu(d) + l) and -|w| relu(d) <= -lambda relu(x) + lambda l.
 ; The negated claim: unsat means proved.
 (set-logic QF_NRA)
 (declare-const computed Real)
-(declare-const error Real)
 (declare-const exact Real)
+(declare-const lowered Real)
 (declare-const multiplier Real)
+(declare-const raised Real)
 (declare-const share Real)
 (declare-const weight Real)
-(assert (<= (ite (>= (- computed exact) 0.0) (- computed exact) (- (- computed exact))) error))
+(assert (>= raised 0.0))
+(assert (>= lowered 0.0))
+(assert (<= (- computed exact) raised))
+(assert (<= (- exact computed) lowered))
 (assert (>= share 0.0))
 (assert (>= multiplier 0.0))
 (assert (>= weight multiplier))
-(assert (not (and (<= (* weight (ite (> computed 0.0) computed 0.0)) (+ (* weight (ite (> exact 0.0) exact 0.0)) (* weight error))) (<= (* share (ite (> exact 0.0) exact 0.0)) (+ (* share (ite (> computed 0.0) computed 0.0)) (* share error))) (<= (- (* weight (ite (> computed 0.0) computed 0.0))) (+ (- (* multiplier (ite (> exact 0.0) exact 0.0))) (* multiplier error))))))
+(assert (not (and (<= (* weight (ite (> computed 0.0) computed 0.0)) (+ (* weight (ite (> exact 0.0) exact 0.0)) (* weight raised))) (<= (* share (ite (> exact 0.0) exact 0.0)) (+ (* share (ite (> computed 0.0) computed 0.0)) (* share lowered))) (<= (- (* weight (ite (> computed 0.0) computed 0.0))) (+ (- (* multiplier (ite (> exact 0.0) exact 0.0))) (* multiplier lowered))))))
 (check-sat)

@@ -1,12 +1,12 @@
-; linear_column: For L = 2^-m y + e: L.k + sum_g |R_g.k| / 2 <= 2^-m d_y + (2^-m D(y) + sqrt(sum |V.V'|)) n, the V being all R_g / 2 and e.
+; linear_column: For L = 2^-m y + e and y.k <= d_y + l: L.k + sum_g |R_g.k| / 2 <= 2^-m (d_y + l) + sqrt(sum |V.V'|) n, the V being all R_g / 2 and e.
 ; The negated claim: unsat means proved.
 (set-logic QF_NRA)
 (declare-const column Real)
 (declare-const computed Real)
-(declare-const dot_error Real)
 (declare-const error Real)
 (declare-const exact Real)
 (declare-const key_norm Real)
+(declare-const lowered Real)
 (declare-const n Real)
 (declare-const rho Real)
 (declare-const scale Real)
@@ -16,8 +16,8 @@
 (assert (>= rho 0.0))
 (assert (<= key_norm n))
 (assert (= exact (+ (* scale column) error)))
-(assert (<= (ite (>= (- computed column) 0.0) (- computed column) (- (- computed column))) (* dot_error n)))
+(assert (<= (- column computed) lowered))
 (assert (= whole (+ size (ite (>= error 0.0) error (- error)))))
 (assert (<= whole (* key_norm rho)))
-(assert (not (<= (+ exact size) (+ (* scale computed) (* (+ (* scale dot_error) rho) n)))))
+(assert (not (<= (+ exact size) (+ (* scale (+ computed lowered)) (* rho n)))))
 (check-sat)

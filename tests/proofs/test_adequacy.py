@@ -455,12 +455,7 @@ def test_the_guard_of_the_reference_meets_the_premise_of_bound_covers_score(seed
     terms: GuardTerms = bound.terms
     environment = {
         "residual": Fraction(terms.residual),
-        "omitted_dot": Fraction(terms.omitted_dot),
-        "projected_dot": Fraction(terms.projected_dot),
-        "aggregated_dot": Fraction(terms.aggregated_dot),
-        # The reference keeps the aggregates' and the linear column's shares in one sum each.
-        "column_dot_a": Fraction(terms.column_dot),
-        "column_dot_l": Fraction(0),
+        "dots": Fraction(terms.dots),
         "rounding_a": Fraction(terms.column_rounding),
         "float64": Fraction(0),
         "heads": Fraction(float((np.abs(w.astype(np.float64)) * magnitude(q)).sum())),

@@ -228,10 +228,7 @@ def judge(q, w, bound, **changes):
 
 TERMS = {
     "no_residual": "residual",
-    "no_omitted_dot": "omitted_dot",
-    "no_projected_dot": "projected_dot",
-    "no_aggregated_dot": "aggregated_dot",
-    "no_column_dot_l": "column_dot",
+    "no_dots": "dots",
     "no_rounding_a": "column_rounding",
     "no_head_chain": "head_chain",
     "no_bound_chain": "bound_chain",

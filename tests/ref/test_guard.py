@@ -15,7 +15,7 @@ from dosa_ref import guard
 from dosa_ref.guard import GuardTerms, dot_error, dot_error_exact, guard_enclosure, guard_terms, sqrt_down, sqrt_up
 from dosa_ref.spec import FRACTION_BITS
 from dosa_ref.tensorcore import dot_scalar, dots
-from tests.ref.conftest import FAMILIES, encode, make_problem, random_codes, some_form
+from tests.ref.conftest import FAMILIES, encode, form_bound, make_problem, random_codes, some_form
 
 TERMS = [name for name in GuardTerms.__slots__ if name != "float64"]
 
@@ -191,3 +191,67 @@ def test_lattices_are_exact():
     codes = np.arange(0x7F, dtype=np.uint8)
     assert guard.e4m3_lattice(codes).fractions() == [Fraction(x) for x in guard.e4m3_float64(codes).tolist()]
     assert guard.float_lattice(np.zeros((0, 3))).values.shape == (0, 3)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The joint error of several dots
+
+
+def harm(codes: np.ndarray, factors: np.ndarray, upward: np.ndarray, k: np.ndarray) -> Fraction:
+    """What the computed dots of vectors with one key err the wrong way, weighted."""
+    errors = [Fraction(float(dot_scalar(q.view(np.uint8), k))) - exact_dot(q, k) for q in codes]
+    wrong = [max(e if up else -e, Fraction(0)) for e, up in zip(errors, upward)]
+    return sum((Fraction(f) * e for f, e in zip(factors.tolist(), wrong)), Fraction(0))
+
+
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    families=st.tuples(st.sampled_from(FAMILIES[1:]), st.sampled_from(FAMILIES[1:])),
+    direction=st.sampled_from(["up", "down", "mixed"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_joint_error_covers_random_vectors(seed, families, direction):
+    rng = np.random.default_rng(seed)
+    q, k = random_codes(rng, (5, 128), families[0]), random_codes(rng, (4, 128), families[1])
+    factors = rng.random(5)
+    upward = {"up": np.ones(5, bool), "down": np.zeros(5, bool), "mixed": rng.random(5) < 0.5}[direction]
+    joint = guard.joint_error_exact(q, [Fraction(f) for f in factors.tolist()], upward.tolist())
+    assert abs(Fraction(guard.joint_error(q, factors, upward)) - joint) <= joint / 2**45
+    for key in k:
+        assert harm(q, factors, upward, key) <= joint * raised_norm(key)
+
+
+@pytest.mark.parametrize("pair", CONSTRUCTED, ids=range(len(CONSTRUCTED)))
+@pytest.mark.parametrize("sign", [1, -1])
+def test_joint_error_covers_constructed_pairs_of_either_sign(pair, sign):
+    q, k = pair
+    values = guard.e4m3_float64(q)
+    both = encode(np.stack([values, sign * values]))
+    for upward in ([True, True], [True, False], [False, False]):
+        joint = guard.joint_error_exact(both.view(np.uint8), [Fraction(1), Fraction(1)], upward)
+        assert harm(both, np.ones(2), np.array(upward), k.view(np.uint8)) <= joint * raised_norm(k)
+
+
+def test_opposite_signs_cannot_both_do_harm():
+    """One vector up and down at once: half of each error counts, and a key that loses all of one shows it is needed."""
+    q, k = CONSTRUCTED[0]
+    twice = encode(np.stack([guard.e4m3_float64(q)] * 2)).view(np.uint8)
+    one = [Fraction(1), Fraction(1)]
+    same, opposite = (guard.joint_error_exact(twice, one, upward) for upward in ([False, False], [True, False]))
+    assert Fraction(50, 100) * same < opposite < Fraction(56, 100) * same
+    lost = harm(twice[:1], np.ones(1), np.array([False]), k.view(np.uint8))
+    assert Fraction(80, 100) * opposite * raised_norm(k) < lost <= opposite * raised_norm(k)
+
+
+def test_the_guard_takes_the_smaller_of_both_errors():
+    x = encode([[0] * 128, [4] * 128])
+    # A negative head and the linear column, which is its opposite: of each element one of the two counts.
+    pair = form_bound(x, np.array([1, -1], np.float32), [0], [], [1])
+    codes = np.concatenate([x.view(np.uint8)[1:], pair.columns.view(np.uint8)[-1:]])
+    factors, upward = np.array([1.0, float(pair.coefficients[-1])]), np.array([False, False])
+    assert pair.terms.dots == pytest.approx(guard.joint_error(codes, factors, upward), rel=1e-12)
+    assert pair.terms.dots < 0.6 * float(factors @ dot_error(codes))
+    # One omitted head alone: the largest of its 33 terms loses nothing, which the joint error does not see.
+    alone = form_bound(x, np.array([1, 1], np.float32), [0], [], None)
+    assert alone.terms.dots == pytest.approx(float(dot_error(x[1])), rel=1e-12)
+    assert alone.terms.dots < guard.joint_error(x[1:].view(np.uint8), np.ones(1), np.array([True]))

@@ -1,0 +1,16 @@
+; signed_loss: A term cut towards zero raises a sum only if it is negative, lowers it only if positive, by a unit.
+; The negated claim: unsat means proved.
+(set-logic QF_LRA)
+(declare-const cut Real)
+(declare-const exact Real)
+(declare-const lowered Real)
+(declare-const product Real)
+(declare-const raised Real)
+(declare-const total Real)
+(declare-const unit Real)
+(assert (and (=> (>= product 0.0) (and (>= cut 0.0) (<= cut product))) (=> (<= product 0.0) (and (<= cut 0.0) (>= cut product)))))
+(assert (<= (ite (>= (- product cut) 0.0) (- product cut) (- (- product cut))) unit))
+(assert (<= (- total exact) raised))
+(assert (<= (- exact total) lowered))
+(assert (not (and (<= (- (+ total cut) (+ exact product)) (+ raised (ite (< product 0.0) unit 0.0))) (<= (- (+ exact product) (+ total cut)) (+ lowered (ite (> product 0.0) unit 0.0))))))
+(check-sat)
