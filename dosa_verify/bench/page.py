@@ -437,7 +437,7 @@ def draw_time(results: Results, path: Path) -> None:
     found = [one for one in results.all if one.scope == SELECTION]
     heads = sorted({one.num_heads for one in found})
     queries = {one.num_queries for one in found}
-    at = 16384 if 16384 in queries else max(queries)
+    at = 16384 if 16384 in queries else max(queries, default=0)
     figure = _figure(4.2 * max(len(heads), 1), 3.8)
     for place, count in enumerate(heads):
         axes = figure.add_subplot(1, len(heads), place + 1)
@@ -474,7 +474,7 @@ def draw_stages(results: Results, path: Path) -> None:
     at = 16384 if 16384 in queries else max(queries, default=0)
     found = [one for one in found if one.num_queries == at]
     names = list(dict.fromkeys(name for one in found for name in stages(one)))
-    figure = _figure(8, 1.2 + 0.3 * max(len(found), 1))
+    figure = _figure(8, 1.6 + 0.22 * max(len(found), 1))
     axes = figure.add_subplot()
     left = [0.0] * len(found)
     for name in names:
@@ -486,7 +486,7 @@ def draw_stages(results: Results, path: Path) -> None:
     axes.set_xlim(0, 1)
     axes.set_xlabel("share of the call's time")
     if names:
-        axes.legend(fontsize=7, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.12))
+        figure.legend(fontsize=7, ncols=5, loc="outside lower center")
     _save(figure, path)
 
 

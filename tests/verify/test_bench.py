@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib.util
+import inspect
 import json
 import math
 import random
@@ -181,6 +182,29 @@ def test_trace_files_keep_their_bits(trace, device):
     assert found.q.cpu().view(torch.uint8).numpy().tobytes() == problem.q.tobytes()
     assert found.weights.cpu().numpy().tobytes() == problem.weights.tobytes()
     assert (found.domain, found.layer, found.num_heads) == ("trace", 0, problem.num_heads)
+
+
+def test_learned_inputs_are_what_the_traces_hold(small, monkeypatch, device):
+    """The longest length of every trace, with a stand-in of the same signature for the maker."""
+    from dosa_verify.traces import make as maker
+    from dosa_verify.traces import model
+
+    signature, asked = inspect.signature(maker.make), {}
+
+    def make(*arguments, **options):
+        asked.update(signature.bind(*arguments, **options).arguments)
+        tensors = (small.q, small.k, small.k_scale, small.weights, small.ks, small.ke)
+        yield maker.TraceTensors("zh_layer12_h32_160", *tensors, {"domain": "zh", "layer": "12"})
+
+    monkeypatch.setattr(maker, "make", make)
+    monkeypatch.setattr(model, "load_pack", lambda files, where: (files, where))
+    sizes = {"domains": ["zh"], "layers": [12], "num_heads": [32], "num_keys": 160, "num_queries": 4, "seed": 7}
+    [found] = inputs.learned([Path("a"), Path("b")], **sizes, device=device)
+    assert (found.domain, found.layer) == ("zh", 12)
+    assert found.q is small.q
+    assert found.ke is small.ke
+    assert asked["pack"] == ([Path("a"), Path("b")], torch.device(device.value))
+    assert (asked["domain"], asked["num_keys"], asked["seed"]) == (["zh"], 160, 7)
 
 
 # Judging
@@ -611,8 +635,9 @@ def test_the_page_follows_the_files(tmp_path):
     assert "| Geometric mean at least 1.8x over all cells | **not met** | 1.50x |" in text
 
 
-def test_pictures(tmp_path):
-    results = page.Results(list(all_cells()))
+@pytest.mark.parametrize("scope", [None, "scores"])
+def test_pictures(tmp_path, scope):
+    results = page.Results([one for one in all_cells() if scope in (None, one.scope)])
     drawn = {}
     for name, draw in (("speedup", page.draw_speedup), ("time", page.draw_time), ("stages", page.draw_stages)):
         file = tmp_path / f"{name}.svg"
