@@ -1,16 +1,19 @@
 """Survivor compaction: from one bit per key to ascending key lists.
 
 A row's words are divided into segments. One kernel counts the bits of each segment; in the other each segment starts
-where those before it end. There one warp lists the keys of its words' lowest bits, then of the next ones, until no
-word has a bit left: the work grows with the survivors, not with the keys.
+where those before it end. There one warp takes some words at a time and works by place of the list, not by key: each
+lane finds its place's word among the running counts, then its bit, and neighbours are written together.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-TILE_WORDS = 256
+TILE_WORDS = 128
+"""Four words for each lane of a warp."""
 SEGMENT_WORDS = 2048
+GPU_PLACES = 32
+INTERPRETER_PLACES = 4096
 
 
 @triton.jit
@@ -28,18 +31,43 @@ def _load_words(word_ptr, start, first, last, ALIGNED: tl.constexpr, WORDS: tl.c
     limit = last
     if ALIGNED:
         limit = (last + 3) // 4 * 4
-    bits = tl.load(word_ptr + word, mask=word < limit, other=0)
-    return tl.where((word >= first) & (word < last), bits, 0).to(tl.uint32, bitcast=True)
+    words = tl.load(word_ptr + word, mask=word < limit, other=0)
+    return tl.where((word >= first) & (word < last), words, 0).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _counts(bits):
+    """How many bits of a uint32 are set, in each 2, 4 and 8 neighbours (in place) and in the lower 16."""
+    pairs = bits - ((bits >> 1) & 0x55555555)
+    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
+    eights = (fours + (fours >> 4)) & 0x0F0F0F0F
+    return pairs, fours, eights, (eights + (eights >> 8)) & 0x1F
 
 
 @triton.jit
 def _ones(bits):
-    """How many bits of a uint32 are set: sums of 2, 4 and 8 neighbours in place, then of the four bytes."""
-    pairs = bits - ((bits >> 1) & 0x55555555)
-    fours = (pairs & 0x33333333) + ((pairs >> 2) & 0x33333333)
-    eights = (fours + (fours >> 4)) & 0x0F0F0F0F
-    sixteens = eights + (eights >> 8)
-    return ((sixteens + (sixteens >> 16)) & 0x3F).to(tl.int32)
+    """How many bits of a uint32 are set."""
+    _, _, eights, lower = _counts(bits)
+    return (lower + (((eights >> 16) + (eights >> 24)) & 0x1F)).to(tl.int32)
+
+
+@triton.jit
+def _descend(counts, rank, bit, width):
+    """One halving of the search for a bit: on to the upper half if the lower one has no more than ``rank`` ones."""
+    upper = rank >= counts
+    return rank - tl.where(upper, counts, 0), bit + tl.where(upper, width, 0)
+
+
+@triton.jit
+def _bit_number(bits, rank):
+    """Number of the set bit of a uint32 below which ``rank`` others are set."""
+    pairs, fours, eights, lower = _counts(bits)
+    rank, bit = _descend(lower.to(tl.int32), rank, tl.zeros_like(rank), 16)
+    rank, bit = _descend(((eights >> bit.to(tl.uint32)) & 0xF).to(tl.int32), rank, bit, 8)
+    rank, bit = _descend(((fours >> bit.to(tl.uint32)) & 0x7).to(tl.int32), rank, bit, 4)
+    rank, bit = _descend(((pairs >> bit.to(tl.uint32)) & 0x3).to(tl.int32), rank, bit, 2)
+    rank, bit = _descend(((bits >> bit.to(tl.uint32)) & 0x1).to(tl.int32), rank, bit, 1)
+    return bit
 
 
 @triton.jit(do_not_specialize=["chunk_start", "chunk_end"])
@@ -78,33 +106,50 @@ def _list_kernel(
     SEGMENT: tl.constexpr,
     SEGMENTS: tl.constexpr,
     WORDS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    PLACES: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     segment = tl.program_id(1)
     segments = tl.num_programs(1)
-    lane = tl.arange(0, SEGMENTS)
-    parts = tl.load(part_ptr + row * segments + lane, mask=lane < segments, other=0)
-    held = tl.sum(tl.where(lane < segment, parts, 0), axis=0)
-    here = tl.sum(tl.where(lane == segment, parts, 0), axis=0)
+    other = tl.arange(0, SEGMENTS)
+    parts = tl.load(part_ptr + row * segments + other, mask=other < segments, other=0)
+    held = tl.sum(tl.where(other < segment, parts, 0), axis=0)
+    here = tl.sum(tl.where(other == segment, parts, 0), axis=0)
     if segment == 0:
         tl.store(count_ptr + row, tl.sum(parts, axis=0))
     first, last = _segment(ks_ptr, ke_ptr, row, segment, chunk_start, chunk_end, SEGMENT)
     # A segment without bits, or beyond the capacity, is not read again.
     last = tl.where((here > 0) & (held < capacity), last, first)
+    row_words = word_ptr + row * word_stride
     for start in range(first // 4 * 4, last, WORDS):
-        bits = _load_words(word_ptr + row * word_stride, start, first, last, ALIGNED, WORDS)
-        ones = _ones(bits)
-        place = held + tl.cumsum(ones, axis=0) - ones
-        key = chunk_start + (start + tl.arange(0, WORDS)) * 32
-        for _ in range(tl.max(ones, axis=0)):
-            lowest = bits & (~bits + 1)
-            # A power of two up to 2^31 is exact in float32; its exponent is the bit's number.
-            number = (lowest.to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-            inside = (bits != 0) & (place < capacity)
-            tl.store(index_ptr + row * index_stride + place, key + number, mask=inside)
-            bits = bits ^ lowest
-            place += 1
-        held += tl.sum(ones, axis=0)
+        bits = _load_words(row_words, start, first, last, ALIGNED, WORDS)
+        ones = tl.reshape(_ones(bits), (WORDS // 4, 4))
+        # Ones of each four words, of all fours before, and of the first one, two and three words in a byte each.
+        four = tl.sum(ones, axis=1)
+        before = tl.cumsum(four, axis=0) - four
+        inner = tl.sum(tl.cumsum(ones, axis=1) << (tl.arange(0, 4) * 8)[None, :], axis=1)
+        total = tl.sum(four, axis=0)
+        for block in range(0, total, PLACES):
+            place = block + tl.arange(0, PLACES)
+            # The last four words before which no more than "place" ones lie.
+            lane = tl.zeros_like(place)
+            step: tl.constexpr = WORDS // 8
+            for level in tl.static_range(LEVELS):
+                further = lane + (step >> level)
+                lane = tl.where(tl.gather(before, further, axis=0) <= place, further, lane)
+            rank = place - tl.gather(before, lane, axis=0)
+            sums = tl.gather(inner, lane, axis=0)
+            first1, first2, first3 = sums & 0xFF, (sums >> 8) & 0xFF, (sums >> 16) & 0xFF
+            number = (rank >= first1).to(tl.int32) + (rank >= first2).to(tl.int32) + (rank >= first3).to(tl.int32)
+            skipped = tl.where(rank >= first3, first3, tl.where(rank >= first2, first2, first1))
+            rank -= tl.where(rank >= first1, skipped, 0)
+            word = start + lane * 4 + number
+            inside = (place < total) & (held + place < capacity)
+            found = tl.load(row_words + word, mask=inside, other=0).to(tl.uint32, bitcast=True)
+            key = chunk_start + word * 32 + _bit_number(found, rank)
+            tl.store(index_ptr + row * index_stride + held + place, key, mask=inside)
+        held += total
 
 
 def launch_compact(words, ks, ke, index, count, chunk_start: int, chunk_end: int) -> None:
@@ -131,5 +176,6 @@ def launch_compact(words, ks, ke, index, count, chunk_start: int, chunk_end: int
     _count_kernel[grid](words, ks, ke, part, chunk_start, chunk_end, words.stride(0), **sizes, num_warps=4)
     _list_kernel[grid](
         words, ks, ke, part, index, count, chunk_start, chunk_end, words.stride(0), index.stride(0), capacity,
-        SEGMENTS=triton.next_power_of_2(segments), WORDS=TILE_WORDS, **sizes, num_warps=1,
+        SEGMENTS=triton.next_power_of_2(segments), WORDS=TILE_WORDS, LEVELS=(TILE_WORDS // 4).bit_length() - 1,
+        PLACES=INTERPRETER_PLACES if words.device.type == "cpu" else GPU_PLACES, **sizes, num_warps=1,
     )  # fmt: skip

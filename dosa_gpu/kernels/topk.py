@@ -20,13 +20,15 @@ GPU_TILE = 1024
 INTERPRETER_TILE = 4096
 OPTIONS = {"num_warps": 8, "maxnreg": 80}
 """Compiler options: three programs fit a multiprocessor."""
-GPU_PROGRAMS = 528
-"""Four for each multiprocessor of an H200. Each has a buffer of its own."""
+GPU_PROGRAMS = 396
+"""Three for each multiprocessor of an H200. Each has a buffer of its own."""
 INTERPRETER_PROGRAMS = 2
 MIN_PART = 16384
 """Places of B that are worth a program of their own."""
 MAX_KTH_WIDTH = 32768
 """Scores that one program of ``launch_kth`` can hold."""
+SCORES_PER_WARP = 1024
+"""Scores that a warp of ``launch_kth`` holds in its registers."""
 MINUS_INFINITY = tl.constexpr(0x00800000)
 """Order code of -Inf: every score but NaN reaches it."""
 
@@ -438,5 +440,5 @@ def launch_kth(score, topk: int, out) -> None:
     tile = max(triton.next_power_of_2(width), 128)
     _kth_kernel[(rows,)](
         score, out, score.stride(0), width, topk, ALIGNED=_aligned(score), WIDTH=tile,
-        num_warps=max(4, min(tile // 1024, 32)),
+        num_warps=max(4, min(tile // SCORES_PER_WARP, 32)),
     )  # fmt: skip
