@@ -98,8 +98,11 @@ def validate(
     cu_seqlen_ks: torch.Tensor,
     cu_seqlen_ke: torch.Tensor,
     topk: int,
-) -> None:
+) -> torch.Tensor:
     """Check types, shapes, devices and windows of a prefill problem.
+
+    Returns:
+        ``[2, rows]`` int64 on the CPU: the windows.
 
     Raises:
         InvalidProblem: names the field.
@@ -131,10 +134,12 @@ def validate(
         _require(length == rows, name, f"shape [{length}]", f"[{rows}]")
     _require(isinstance(topk, int) and not isinstance(topk, bool), "topk", type(topk).__name__, "an int")
     _require(topk >= 0, "topk", topk, "0 or more")
+    windows = torch.stack([cu_seqlen_ks, cu_seqlen_ke]).cpu().long()
     if rows:
-        lowest, highest = int(cu_seqlen_ks.min()), int(cu_seqlen_ke.max())
+        lowest, highest = int(windows[0].min()), int(windows[1].max())
         _require(lowest >= 0, "cu_seqlen_ks", lowest, "0 or more")
         _require(highest <= keys, "cu_seqlen_ke", highest, f"at most the number of keys, {keys}")
+    return windows
 
 
 def select_prefill(
@@ -197,7 +202,7 @@ def select_prefill(
     """
     import torch
 
-    validate(q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, topk)
+    first, last = validate(q, k, k_scale, weights, cu_seqlen_ks, cu_seqlen_ke, topk)
     rows, heads, _ = q.shape
     if topk > GPU_MAX_TOPK:
         raise UnsupportedConfiguration(f"topk: got {topk}, the GPU path serves at most {GPU_MAX_TOPK}")
@@ -215,7 +220,7 @@ def select_prefill(
         inside = hint_indices[(hint_indices >= 0) & (hint_indices < k.shape[0])]
         hints = inside.to(device=q.device, dtype=torch.int32).unique()
     padded = next(size for size in SM90_NUM_HEADS if size >= heads)
-    visible = (cu_seqlen_ke.long() - cu_seqlen_ks.long()).clamp(min=0)
+    visible = (last - first).clamp(min=0)
     taken = path
     if path is Path.AUTO:
         long_rows = int((visible >= DENSE_BELOW * topk).sum())
@@ -244,9 +249,7 @@ def select_prefill(
         gate.require_proved()
         gate.require_contract(faults)
     workspace = Workspace(q.device, workspace_bytes)
-    index = torch.full((rows, topk), -1, dtype=torch.int32, device=q.device)
-    scores = torch.full((rows, topk), -torch.inf, dtype=torch.float32, device=q.device)
-    survivors, rescored = visible.cpu(), visible.cpu()
+    survivors, rescored = visible, visible
     row_pruned = torch.zeros(rows, dtype=torch.bool)
     fallback: dict[Fallback, list[int]] = {}
     bound_columns = 0
@@ -258,12 +261,18 @@ def select_prefill(
             else q.view(torch.uint8)
         )
         w = torch.nn.functional.pad(weights, (0, padded - heads)) if padded != heads else weights
+        if int((last < first).sum()) or int((first > k.shape[0]).sum()):
+            # An empty row may start anywhere, also behind the last key: no kernel must look there.
+            empty = cu_seqlen_ke <= cu_seqlen_ks
+            cu_seqlen_ks, cu_seqlen_ke = cu_seqlen_ks.masked_fill(empty, 0), cu_seqlen_ke.masked_fill(empty, 0)
+            first, last = first.masked_fill(visible == 0, 0), last.masked_fill(visible == 0, 0)
         batch = pipeline.Rows(
             q=q8.contiguous().view(torch.float8_e4m3fn),
             weights=w.contiguous(),
-            # An empty row may start anywhere, also behind the last key: no kernel must look there.
-            ks=torch.where(visible > 0, cu_seqlen_ks, 0).contiguous(),
-            ke=torch.where(visible > 0, cu_seqlen_ke, 0).contiguous(),
+            ks=cu_seqlen_ks.contiguous(),
+            ke=cu_seqlen_ke.contiguous(),
+            first=first,
+            last=last,
         )
         keys = pipeline.key_side(k.view(torch.uint8).contiguous().view(torch.float8_e4m3fn), k_scale.contiguous())
         index, scores, report = pipeline.run(
@@ -280,9 +289,11 @@ def select_prefill(
         )
         bound_columns = report.columns
         survivors, rescored, row_pruned, fallback = report.survivors, report.rescored, report.pruned, report.fallback
-    seen = visible.cpu()
-    pairs = int(seen.sum())
-    rates = torch.where(seen > 0, 1.0 - rescored.double() / seen.clamp(min=1).double(), 0.0)
+    else:
+        index = torch.full((rows, topk), -1, dtype=torch.int32, device=q.device)
+        scores = torch.full((rows, topk), -torch.inf, dtype=torch.float32, device=q.device)
+    pairs = int(visible.sum())
+    rates = torch.where(visible > 0, 1.0 - rescored.double() / visible.clamp(min=1).double(), 0.0)
     return Selection(
         topk_indices=index,
         scores=scores,

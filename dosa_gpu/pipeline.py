@@ -1,9 +1,11 @@
 """The stages of the prefill path, in order, for one call.
 
 Rows go through in blocks, keys in ascending chunks. For each block: seeds and ``tau``, query preparation, then per
-chunk the bound pass (or a dense filter), compaction, rescoring, emit, and a merge into the running exact top-K. Rows
-that the bound cannot serve are scored densely. ``tau`` may rise between chunks: the running K-th score is a K-th score
-of genuine keys too.
+chunk the bound pass (or a dense filter), compaction, rescoring and emit; at the end the exact top-K of what was
+emitted. Rows that the bound cannot serve are scored densely. ``tau`` may rise between chunks: the running K-th score
+is a K-th score of genuine keys too.
+
+Launches cost as much as small kernels, so whatever is known about windows is worked out on the CPU, once a call.
 """
 
 from __future__ import annotations
@@ -16,30 +18,37 @@ import torch
 from dosa_gpu.kernels.append import launch_append
 from dosa_gpu.kernels.bound import column_order, launch_bound, queries_per_tile
 from dosa_gpu.kernels.compact import launch_compact
-from dosa_gpu.kernels.hard_keys import launch_hard_keys
+from dosa_gpu.kernels.finish import THRESHOLD_NOT_MET, TOO_FEW_SEEDS, launch_finish
 from dosa_gpu.kernels.key_norms import launch_key_norms
+from dosa_gpu.kernels.mark_seeds import launch_mark_seeds
 from dosa_gpu.kernels.rescore import launch_rescore
+from dosa_gpu.kernels.row_bound import NON_FINITE, TOO_LARGE
+from dosa_gpu.kernels.sample_keys import launch_sample_keys
 from dosa_gpu.kernels.score import launch_score
 from dosa_gpu.kernels.score_lists import launch_score_lists
 from dosa_gpu.kernels.topk import launch_kth, launch_topk
-from dosa_gpu.plan import PrefillPlan
+from dosa_gpu.plan import GROUP_ROWS, OWN_SHARE, TRIAL_ROWS, PrefillPlan
 from dosa_gpu.prepare import head_terms, prepare_rows
-from dosa_gpu.seeds import group_seeds, own_seeds
+from dosa_gpu.seeds import own_seeds
 from dosa_gpu.workspace import Workspace
 from dosa_ref.spec import PAD_INDEX, Fallback, Mode
 
 PRUNING = (Mode.PRUNE, Mode.BOTH)
 """Modes with the bound pass."""
-GROUP_ROWS = 128
-"""Rows that share a list of seeds; one of them is the group's pilot, scored densely."""
 PILOTS_FROM = 8
 """With fewer rows than this a pilot costs more than it saves."""
 HALF_SAMPLE = 32
 """Keys just below ``tau``, and keys anywhere, on which the heads of a row are measured."""
-TRIAL_ROWS = 8
-"""Rows on which the number of columns is tried."""
 GIVE_UP_ABOVE = 0.5
 """On the automatic path, share of rescored pairs above which the following rows go without the bound."""
+
+REASONS = {
+    NON_FINITE: Fallback.NON_FINITE_ROW,
+    TOO_LARGE: Fallback.ROW_MAGNITUDE,
+    TOO_FEW_SEEDS: Fallback.TOO_FEW_SEEDS,
+    THRESHOLD_NOT_MET: Fallback.THRESHOLD_NOT_MET,
+}
+"""What a row's state means."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,17 +63,43 @@ class Keys:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """A block of rows, contiguous: ``q`` float8 ``[rows, H, 128]``, ``weights`` ``[rows, H]``, windows int32."""
+    """A block of rows, contiguous.
+
+    Attributes:
+        q: float8 ``[rows, H, 128]``.
+        weights: float32 ``[rows, H]``.
+        ks, ke: int32 ``[rows]``, windows on the device.
+        first, last: int64 ``[rows]``, the same windows on the CPU; ``last >= first``.
+    """
 
     q: torch.Tensor
     weights: torch.Tensor
     ks: torch.Tensor
     ke: torch.Tensor
+    first: torch.Tensor
+    last: torch.Tensor
 
-    def pick(self, places: torch.Tensor | slice) -> Rows:
-        """The rows at these places."""
-        q = self.q.view(torch.uint8)[places].view(torch.float8_e4m3fn)  # torch indexes few FP8 tensors itself
-        return Rows(q=q, weights=self.weights[places], ks=self.ks[places], ke=self.ke[places])
+    def pick(self, places: torch.Tensor) -> Rows:
+        """The rows at these places (int64 on the CPU, ascending); consecutive ones are not copied."""
+        low, high = int(places[0]), int(places[-1]) + 1
+        if high - low == len(places):
+            where: torch.Tensor | slice = slice(low, high)
+        else:
+            where = places.to(self.q.device)
+        # torch indexes few FP8 tensors itself.
+        q = self.q.view(torch.uint8)[where].view(torch.float8_e4m3fn)
+        return Rows(
+            q=q, weights=self.weights[where], ks=self.ks[where], ke=self.ke[where],
+            first=self.first[places], last=self.last[places],
+        )  # fmt: skip
+
+    def span(self) -> tuple[int, int]:
+        """From the first to the last key that a row sees."""
+        return int(self.first.min()), int(self.last.max())
+
+    def visible(self) -> torch.Tensor:
+        """Keys that each row sees, int64 on the CPU."""
+        return self.last - self.first
 
     def __len__(self) -> int:
         return self.q.shape[0]
@@ -72,7 +107,10 @@ class Rows:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class RowReport:
-    """What happened to the rows of a call, filled block by block (CPU tensors and lists)."""
+    """What happened to the rows of a call, filled block by block (CPU tensors and lists).
+
+    ``columns`` is the number of dot columns of the bound pass, 0 before there was one.
+    """
 
     pruned: torch.Tensor
     rescored: torch.Tensor
@@ -81,10 +119,11 @@ class RowReport:
     columns: int = 0
 
     def note(self, reason: Fallback, rows: torch.Tensor) -> None:
-        """Count rows (places in the call) under a fallback reason, once each."""
+        """Count rows (places in the call, on the CPU) under a fallback reason, once each."""
         if rows.numel():
             known = self.fallback.setdefault(reason, [])
-            known.extend(row for row in rows.tolist() if row not in known)
+            before = set(known)
+            known.extend(row for row in rows.tolist() if row not in before)
 
 
 class RunningTopK:
@@ -129,14 +168,18 @@ def _score_dense(rows: Rows, keys: Keys, running: RunningTopK, low: int, high: i
         launch_score(
             rows.q, keys.k, keys.k_scale, rows.weights, rows.ks, rows.ke, keys.k_scale, logits[: len(rows)], start, end
         )
-        first = (rows.ks.clamp(min=start) - start).to(torch.int32)
-        running.merge(None, logits, first, torch.maximum(rows.ke.clamp(max=end) - start, first), start)
+        if start == 0 and end >= int(rows.last.max()):
+            first, last = rows.ks, rows.ke
+        else:
+            first = (rows.ks.clamp(min=start) - start).to(torch.int32)
+            last = torch.maximum(rows.ke.clamp(max=end) - start, first)
+        running.merge(None, logits, first, last, start)
 
 
 def dense_rows(rows: Rows, keys: Keys, topk: int, chunk: int, workspace: Workspace) -> RunningTopK:
-    """Exact top-K of a block of rows from all their keys."""
+    """Exact top-K of a block of rows from all their keys, ``chunk`` keys at a time."""
     running = RunningTopK(workspace, len(rows), topk)
-    low, high = int(rows.ks.min()), int(rows.ke.max())
+    low, high = rows.span()
     if low < high:
         logits = workspace.take((len(rows), min(chunk, high - low)), torch.float32)
         _score_dense(rows, keys, running, low, high, logits)
@@ -150,14 +193,15 @@ def _rescan(
     topk = running.now[0].shape[1]
     for some in places.split(plan.rescan_rows):
         part = rows.pick(some)
-        space = Workspace(places.device, plan.rescan_bytes)
+        there = some.to(part.q.device)
+        space = Workspace(part.q.device, plan.rescan_bytes)
         inner = RunningTopK(space, len(part), topk)
         for inside, outside in zip(inner.now, running.now, strict=True):
-            inside.copy_(outside[some])
+            inside.copy_(outside[there])
         logits = space.take((len(part), min(plan.rescan_keys, high - low)), torch.float32)
         _score_dense(part, keys, inner, low, high, logits)
         for inside, outside in zip(inner.now, running.now, strict=True):
-            outside[some] = inside
+            outside[there] = inside
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
@@ -169,86 +213,77 @@ class Seeded:
         score: ``[rows, n]`` float32, NaN where there is no seed.
         rows_per_list: consecutive rows that share a list.
         tau: ``[rows]`` float32, the K-th best score; NaN for a row with fewer seeds.
+        sample: ``[rows, 2 * HALF_SAMPLE]`` int32, keys that steer the choice of columns, -1 for none.
+        count: ``[rows]`` int32, seeds with a score.
+        pilots: int64 on the CPU, places of rows that were scored densely for their winners.
     """
 
     lists: torch.Tensor
     score: torch.Tensor
     rows_per_list: int
     tau: torch.Tensor
-
-    def pick(self, places: torch.Tensor) -> Seeded:
-        """The seeds of the rows at these places."""
-        return Seeded(
-            lists=self.lists[places // self.rows_per_list],
-            score=self.score[places],
-            rows_per_list=1,
-            tau=self.tau[places],
-        )
+    sample: torch.Tensor
+    count: torch.Tensor
+    pilots: torch.Tensor
 
 
-def sample_keys(seeded: Seeded, ks: torch.Tensor, ke: torch.Tensor) -> torch.Tensor:
-    """Keys that steer the choice of columns: seeds just below ``tau``, and an even sample of each row's window.
-
-    Returns:
-        ``[rows, 2 * HALF_SAMPLE]`` int32, -1 where there is none.
-    """
-    sample = torch.full((len(ks), 2 * HALF_SAMPLE), PAD_INDEX, dtype=torch.int32, device=ks.device)
-    launch_hard_keys(seeded.lists, seeded.score, seeded.tau, seeded.rows_per_list, sample[:, :HALF_SAMPLE])
-    place = torch.arange(HALF_SAMPLE, device=ks.device)
-    sample[:, HALF_SAMPLE:] = ks[:, None] + place * (ke - ks).long()[:, None] // HALF_SAMPLE
-    return sample
-
-
-def kth_best(score: torch.Tensor, topk: int) -> torch.Tensor:
-    """K-th largest score of each row, NaN with fewer than K scores."""
-    tau = torch.empty(len(score), dtype=torch.float32, device=score.device)
+def _seeded(
+    rows: Rows, lists: torch.Tensor, score: torch.Tensor, rows_per_list: int, topk: int, pilots: torch.Tensor
+) -> Seeded:
+    tau = torch.empty(len(rows), dtype=torch.float32, device=score.device)
     launch_kth(score, topk, tau)
-    return tau
+    sample = torch.empty(len(rows), 2 * HALF_SAMPLE, dtype=torch.int32, device=score.device)
+    count = torch.empty(len(rows), dtype=torch.int32, device=score.device)
+    launch_sample_keys(lists, score, tau, rows.ks, rows.ke, rows_per_list, sample, count)
+    return Seeded(
+        lists=lists, score=score, rows_per_list=rows_per_list, tau=tau, sample=sample, count=count, pilots=pilots
+    )
 
 
 def seed_groups(
     rows: Rows, keys: Keys, topk: int, plan: PrefillPlan, hints: torch.Tensor | None, workspace: Workspace
-) -> tuple[Seeded, torch.Tensor]:
-    """Score seeds shared by groups of rows: winners of pilot rows (or the hints), the newest keys, an even sample.
+) -> Seeded:
+    """Seeds shared by groups of rows: winners of pilot rows (or the hints), the newest keys, an even sample.
 
     Pilots are single rows that are scored densely, one in the middle of each group. They are not needed with hints.
-
-    Returns:
-        the seeds, and the places of the pilots among the rows.
     """
     device, total = rows.q.device, len(rows)
     groups = -(-total // GROUP_ROWS)
-    first = torch.arange(groups, device=device) * GROUP_ROWS
-    last = (first + GROUP_ROWS).clamp(max=total) - 1
+    first = torch.arange(groups) * GROUP_ROWS
     if hints is None:
-        pilots = (first + last) // 2
+        pilots = (first + (first + GROUP_ROWS).clamp(max=total) - 1) // 2
         near = min(plan.pilots_near, groups)
-        winners = dense_rows(rows.pick(pilots), keys, topk, plan.key_chunk, workspace).now[0]
-        nearest = (torch.arange(groups, device=device) - near // 2).clamp(0, groups - near)
+        winners, _, count = dense_rows(rows.pick(pilots), keys, topk, plan.pilot_chunk, workspace).now
+        winners.masked_fill_(torch.arange(topk, device=device) >= count[:, None], PAD_INDEX)
+        nearest = (torch.arange(groups) - near // 2).clamp(0, groups - near)
     else:
         pilots = first[:0]
         near = 1
-        winners = hints[None, : plan.pilots_near * topk].to(device=device, dtype=torch.int32)
+        winners = hints[None, : plan.pilots_near * topk]
         nearest = torch.zeros_like(first)
-    padded = groups * GROUP_ROWS - total
-    lowest = torch.nn.functional.pad(rows.ks, (0, padded), value=2**31 - 1).view(groups, -1).amin(1)
-    highest = torch.nn.functional.pad(rows.ke, (0, padded)).view(groups, -1).amax(1)
-    lists = group_seeds(winners, nearest, lowest.long(), highest.long(), near, plan.newest, plan.spread)
-    score = workspace.take((total, lists.shape[1]), torch.float32)
+    _, high = rows.span()
+    width = near * winners.shape[1] + plan.newest + plan.spread
+    words = workspace.take((groups, -(-high // 32)), torch.int32).zero_()
+    start, end = (torch.empty(groups, dtype=torch.int32, device=device) for _ in range(2))
+    launch_mark_seeds(
+        winners, nearest.to(device=device, dtype=torch.int32), rows.ks, rows.ke, near, plan.newest, plan.spread,
+        GROUP_ROWS, words, start, end,
+    )  # fmt: skip
+    lists = workspace.take((groups, width), torch.int32).fill_(PAD_INDEX)
+    launch_compact(words, start, end, lists, torch.empty_like(start), 0, high)
+    score = workspace.take((total, width), torch.float32)
     launch_score_lists(rows.q, keys.k, keys.k_scale, rows.weights, rows.ks, rows.ke, lists, GROUP_ROWS, score)
-    return Seeded(lists=lists, score=score, rows_per_list=GROUP_ROWS, tau=kth_best(score, topk)), pilots
+    return _seeded(rows, lists, score, GROUP_ROWS, topk, pilots)
 
 
 def seed_rows(rows: Rows, keys: Keys, topk: int, plan: PrefillPlan, workspace: Workspace) -> Seeded:
-    """Score seeds of each row's own: its newest keys and an even sample of the others."""
+    """Seeds of each row's own: its newest keys and an even sample of the others."""
     seed = own_seeds(rows.ks, rows.ke, plan.own_seeds)
     score = workspace.take(tuple(seed.shape), torch.float32)
     every = torch.full_like(rows.ks, seed.shape[1])
-    launch_rescore(
-        rows.q, keys.k, keys.k_scale, rows.weights, seed.clamp(min=0), every, score, seed.shape[1]
-    )
+    launch_rescore(rows.q, keys.k, keys.k_scale, rows.weights, seed.clamp(min=0), every, score, seed.shape[1])
     score.masked_fill_(seed < 0, torch.nan)
-    return Seeded(lists=seed, score=score, rows_per_list=1, tau=kth_best(score, topk))
+    return _seeded(rows, seed, score, 1, topk, torch.empty(0, dtype=torch.int64))
 
 
 def choose_columns(
@@ -260,40 +295,24 @@ def choose_columns(
     """
     if len(plan.column_choices) == 1:
         return plan.column_choices[0]
-    some = torch.linspace(0, len(rows) - 1, min(TRIAL_ROWS, len(rows)), dtype=torch.float64, device=rows.q.device)
-    some = some.long()
-    few, seeded = rows.pick(some), seeded.pick(some)
-    heads = head_terms(few.q, keys.k, keys.norm, sample_keys(seeded, few.ks, few.ke))
-    ke = torch.where(seeded.tau.isnan(), few.ks, few.ke)
-    words = workspace.take((len(few), plan.key_chunk // 32), torch.int32)
+    some = torch.linspace(0, len(rows) - 1, min(TRIAL_ROWS, len(rows)), dtype=torch.float64).long()
+    few = rows.pick(some)
+    there = some.to(rows.q.device)
+    tau = seeded.tau[there]
+    heads = head_terms(few.q, keys.k, keys.norm, seeded.sample[there])
+    low, high = few.span()
+    words = workspace.take((len(few), -(-(high - low) // 32)), torch.int32)
     index = workspace.take((len(few), 1), torch.int32)
-    count = workspace.take((len(few),), torch.int32)
-    low, high = int(few.ks.min()), int(ke.max())
-    found = torch.zeros(len(plan.column_choices), dtype=torch.int64, device=rows.q.device)
-    for place, columns in enumerate(plan.column_choices):
+    counts = torch.empty(len(plan.column_choices), len(few), dtype=torch.int32, device=rows.q.device)
+    for count, columns in zip(counts, plan.column_choices, strict=True):
         constants = prepare_rows(few.q, few.weights, heads, columns)
-        tiled = _tile_columns(constants.columns, constants.coefficients)
-        for start in range(low, high, plan.key_chunk):
-            end = min(start + plan.key_chunk, high)
-            launch_bound(
-                *tiled, constants.slack, seeded.tau, keys.k, keys.norm, keys.scale, few.ks, ke, words,
-                columns, start, end,
-            )  # fmt: skip
-            launch_compact(words, few.ks, ke, index, count, start, end)
-            found[place] += count.sum()
-    visible = max(int((ke - few.ks).sum()), 1)
-    return plan.cheapest_columns([survivors / visible for survivors in found.tolist()], may_filter=may_filter)
-
-
-@dataclasses.dataclass(slots=True, kw_only=True)
-class Pruned:
-    """Outcome of ``pruned_rows``: the top-K, which rows must be recomputed and why, the work done per row."""
-
-    running: RunningTopK
-    failed: dict[Fallback, torch.Tensor]
-    overflowed: torch.Tensor
-    rescored: torch.Tensor
-    survivors: torch.Tensor
+        launch_bound(
+            *_tile_columns(constants.columns, constants.coefficients), constants.slack, tau,
+            keys.k, keys.norm, keys.scale, few.ks, few.ke, words, columns, low, high,
+        )  # fmt: skip
+        launch_compact(words, few.ks, few.ke, index, count, low, high)
+    visible = max(int(few.visible().sum()), 1)
+    return plan.cheapest_columns([sum(found) / visible for found in counts.tolist()], may_filter=may_filter)
 
 
 class Emitted:
@@ -303,20 +322,40 @@ class Emitted:
         self.running = running
         self._index = workspace.take((rows, capacity), torch.int32)
         self._score = workspace.take((rows, capacity), torch.float32)
-        self._count = workspace.take((rows,), torch.int32)
-        self._full = workspace.take((rows,), torch.int32)
-        self._zero = torch.zeros_like(self._count)
-        self._count.zero_()
+        self._count, self._zero, self._any_full = torch.zeros(3, rows, dtype=torch.int32, device=self._index.device)
+        self.full = workspace.take((rows,), torch.int32)
 
-    def append(self, index: torch.Tensor, score: torch.Tensor, count: torch.Tensor, tau: torch.Tensor) -> torch.Tensor:
-        """Take in the entries that reach ``tau``; bool per row: its entries do not fit, and none was taken."""
-        launch_append(index, score, count, tau, self._index, self._score, self._count, self._full)
-        return self._full != 0
+    def append(self, index: torch.Tensor, score: torch.Tensor, count: torch.Tensor, tau: torch.Tensor) -> bool:
+        """Take in the entries that reach ``tau``; whether some row's do not fit. ``full`` says which; none is taken."""
+        launch_append(
+            index, score, count, tau, self._index, self._score, self._count, self.full, self._any_full
+        )
+        if not self._any_full[:1].item():
+            return False
+        self._any_full.zero_()
+        return True
 
     def flush(self) -> None:
         """Merge what is waiting."""
         self.running.merge(self._index, self._score, self._zero, self._count, 0)
         self._count.zero_()
+
+
+@dataclasses.dataclass(slots=True, kw_only=True)
+class Pruned:
+    """Outcome of ``pruned_rows``.
+
+    Attributes:
+        running: the top-K.
+        state: ``[rows]`` int32 on the device: 0, ``NON_FINITE`` or ``TOO_LARGE``.
+        survivors: ``[rows]`` int64 on the device, keys that passed the bound or the filter.
+        rescanned: pairs that were scored again by row, int64 on the CPU; above 0 for a row that overflowed.
+    """
+
+    running: RunningTopK
+    state: torch.Tensor
+    survivors: torch.Tensor
+    rescanned: torch.Tensor
 
 
 def pruned_rows(
@@ -330,94 +369,82 @@ def pruned_rows(
     workspace: Workspace,
     on_stage: Callable[[str], None],
 ) -> Pruned:
-    """Exact top-K of a block of rows with more than ``topk`` visible keys each, skipping what ``mode`` allows.
+    """Top-K of a block of rows with more than ``topk`` visible keys each, skipping what ``mode`` allows.
 
-    Rows under ``failed`` hold no result. ``overflowed`` rows do: the chunk that did not fit was rescanned.
+    Rows with a state, and rows whose ``tau`` is NaN, hold no result. A chunk in which a row's survivors or emitted keys
+    did not fit was rescanned for that row.
     """
-    device = rows.q.device
-    count_rows = len(rows)
     shared = (rows.q, keys.k, keys.k_scale, rows.weights)
-    visible = (rows.ke - rows.ks).long()
-
     tau = seeded.tau
-    too_few = tau.isnan()
-    seed_tau = tau
-    rescored = (~seeded.score.isnan()).sum(1)
-
     pruning = mode in PRUNING
-    unusable = torch.zeros_like(too_few)
-    failed = {}
     if pruning:
         on_stage("prepare")
-        heads = head_terms(rows.q, keys.k, keys.norm, sample_keys(seeded, rows.ks, rows.ke))
+        heads = head_terms(rows.q, keys.k, keys.norm, seeded.sample)
         constants = prepare_rows(rows.q, rows.weights, heads, columns)
-        failed[Fallback.NON_FINITE_ROW] = constants.non_finite
-        failed[Fallback.ROW_MAGNITUDE] = constants.too_large
-        unusable = constants.non_finite | constants.too_large
-        column, coefficient, floor = _tile_columns(constants.columns, constants.coefficients)
-    failed[Fallback.TOO_FEW_SEEDS] = too_few & ~unusable
-    unusable = unusable | too_few
-    # Rows that fail are not looked at by any later stage.
-    ke = torch.where(unusable, rows.ks, rows.ke)
+        state = constants.state
+        tiled = _tile_columns(constants.columns, constants.coefficients)
+    else:
+        state = torch.zeros_like(rows.ks)
+    # Rows that cannot be served are not looked at by any later stage.
+    ke = torch.where(tau.isnan() | (state != 0), rows.ks, rows.ke)
 
-    running = RunningTopK(workspace, count_rows, topk)
-    survivors = torch.zeros(count_rows, dtype=torch.int64, device=device)
-    overflowed = torch.zeros_like(unusable)
-    low, high = int(rows.ks.min()), int(ke.max())
-    words = workspace.take((count_rows, plan.key_chunk // 32), torch.int32)
-    index = workspace.take((count_rows, plan.capacity), torch.int32)
-    score = workspace.take((count_rows, plan.capacity), torch.float32)
-    count = workspace.take((count_rows,), torch.int32)
+    running = RunningTopK(workspace, len(rows), topk)
+    survivors = torch.zeros(len(rows), dtype=torch.int64, device=rows.q.device)
+    rescanned = torch.zeros(len(rows), dtype=torch.int64)
+    words = workspace.take((len(rows), plan.key_chunk // 32), torch.int32)
+    index = workspace.take((len(rows), plan.capacity), torch.int32)
+    score = workspace.take((len(rows), plan.capacity), torch.float32)
+    count = workspace.take((len(rows),), torch.int32)
     zero = torch.zeros_like(rows.ks)
     emitted = None
     if mode is not Mode.PRUNE:
-        emitted = Emitted(workspace, count_rows, plan.list_capacity, running)
+        emitted = Emitted(workspace, len(rows), plan.list_capacity, running)
+    low, high = rows.span()
     for start in range(low, high, plan.key_chunk):
         end = min(start + plan.key_chunk, high)
         if pruning:
             on_stage("bound")
             launch_bound(
-                column, coefficient, floor, constants.slack, tau, keys.k, keys.norm, keys.scale, rows.ks, ke, words,
-                columns, start, end,
-            )  # fmt: skip
+                *tiled, constants.slack, tau, keys.k, keys.norm, keys.scale, rows.ks, ke, words, columns, start, end
+            )
         else:
             on_stage("filter")
             launch_score(*shared, rows.ks, ke, tau, words, start, end)
         on_stage("compact")
         launch_compact(words, rows.ks, ke, index, count, start, end)
         survivors += count
-        overflow = count > plan.capacity
-        held = torch.where(overflow, 0, count).to(torch.int32)
-        longest, most = torch.stack([held.amax(), count.amax()]).tolist()
+        most = int(count.amax())
+        held = count
+        overflow = None
+        if most > plan.capacity:
+            overflow = count > plan.capacity
+            held = torch.where(overflow, 0, count)
         on_stage("rescore")
-        launch_rescore(*shared, index, held, score, longest)
-        rescored += held
+        launch_rescore(*shared, index, held, score, min(most, plan.capacity))
         on_stage("emit")
         if emitted is None:
             running.merge(index, score, zero, held, 0)
-        else:
-            full = emitted.append(index, score, held, tau)
-            if full.any():
-                # Make room; tau may rise by that, and fewer keys reach it.
-                emitted.flush()
-                tau = torch.maximum(tau, running.kth())
-                overflow |= emitted.append(index, score, torch.where(full, held, 0), tau)
-        if most > plan.capacity or overflow.any():
+        elif emitted.append(index, score, held, tau):
+            # Make room; tau may rise by that, and fewer keys reach it.
+            again = torch.where(emitted.full != 0, held, 0)
+            emitted.flush()
+            tau = torch.maximum(tau, running.kth())
+            if emitted.append(index, score, again, tau):
+                full = emitted.full != 0
+                overflow = full if overflow is None else overflow | full
+        if overflow is not None:
+            on_stage("rescan")
             if emitted is not None:
                 emitted.flush()
-            overflowed |= overflow
-            rescored += torch.where(overflow, (ke.clamp(max=end) - rows.ks.clamp(min=start)).long(), 0)
-            _rescan(rows, keys, running, overflow.nonzero().flatten(), start, end, plan)
+            places = overflow.cpu().nonzero().flatten()
+            rescanned[places] += (rows.last.clamp(max=end) - rows.first.clamp(min=start))[places]
+            _rescan(rows, keys, running, places, start, end, plan)
         if emitted is None:
             tau = torch.maximum(tau, running.kth())
     if emitted is not None:
         on_stage("select")
         emitted.flush()
-    # All keys include the seeds: a K-th score below the seeds' can only come from a fault.
-    failed[Fallback.THRESHOLD_NOT_MET] = ~unusable & ~(running.kth() >= seed_tau)
-    if not pruning:
-        rescored = visible
-    return Pruned(running=running, failed=failed, overflowed=overflowed, rescored=rescored, survivors=survivors)
+    return Pruned(running=running, state=state, survivors=survivors, rescanned=rescanned)
 
 
 def _tile_columns(
@@ -462,36 +489,27 @@ def run(
     """
     total = len(rows)
     device = rows.q.device
-    out_index = torch.full((total, topk), PAD_INDEX, dtype=torch.int32, device=device)
-    out_score = torch.full((total, topk), -torch.inf, dtype=torch.float32, device=device)
-    visible = (rows.ke - rows.ks).clamp(min=0)
+    out_index = torch.empty((total, topk), dtype=torch.int32, device=device)
+    out_score = torch.empty((total, topk), dtype=torch.float32, device=device)
+    visible = rows.visible()
     report = RowReport(
-        pruned=torch.zeros(total, dtype=torch.bool),
-        rescored=visible.long().cpu(),
-        survivors=visible.long().cpu(),
-        fallback={},
+        pruned=torch.zeros(total, dtype=torch.bool), rescored=visible.clone(), survivors=visible.clone(), fallback={}
     )
-    def finish(places: torch.Tensor, running: RunningTopK, good: torch.Tensor) -> None:
-        index, score, count = running.now
-        filled = torch.arange(topk, device=device) < count[:, None]
-        out_index[places[good]] = torch.where(filled, index, PAD_INDEX)[good]
-        out_score[places[good]] = torch.where(filled, score, -torch.inf)[good]
 
     def skip(places: torch.Tensor, *, own: bool) -> torch.Tensor:
-        """Select for these rows, skipping what the mode allows.
+        """Select for these rows, skipping what the mode allows; the rows' states, 0 for a row that was served.
 
-        ``own``: with seeds of each row's own, not of its group. Returns, per row, 0 if it was served, 1 if it had too
-        few seeds, 2 if it could not be served otherwise.
+        ``own``: with seeds of each row's own, not of its group.
         """
         nonlocal mode
+        assert mode is not None
         workspace.reset()
         part = rows.pick(places)
         on_stage("seeds")
-        pilots = places[:0]
         if own:
             seeded = seed_rows(part, keys, topk, plan, workspace)
         else:
-            seeded, pilots = seed_groups(part, keys, topk, plan, hints, workspace)
+            seeded = seed_groups(part, keys, topk, plan, hints, workspace)
         if mode in PRUNING and report.columns == 0:
             on_stage("columns")
             report.columns = choose_columns(
@@ -501,47 +519,49 @@ def run(
                 mode = Mode.EMIT
                 report.note(Fallback.SLACK_BOUND, places)
         result = pruned_rows(part, keys, topk, mode, plan, report.columns, seeded, workspace, on_stage)
-        bad = torch.stack(list(result.failed.values())).any(0)
-        for reason, which in result.failed.items():
-            if own or reason is not Fallback.TOO_FEW_SEEDS:
-                report.note(reason, places[which])
-        report.note(Fallback.SURVIVOR_OVERFLOW, places[result.overflowed & ~bad])
-        finish(places, result.running, ~bad)
-        seen = visible[places].long()
+        launch_finish(
+            *result.running.now, seeded.tau, result.state, places.to(device), out_index, out_score
+        )
+        state, seeds, survivors = torch.stack([result.state, seeded.count, result.survivors]).cpu()
+        for code, reason in REASONS.items():
+            if own or code != TOO_FEW_SEEDS:
+                report.note(reason, places[state == code])
+        report.note(Fallback.SURVIVOR_OVERFLOW, places[(result.rescanned > 0) & (state == 0)])
+        rescored = seeds + survivors + result.rescanned if mode in PRUNING else part.visible()
         # Pilots were scored densely too.
-        result.rescored[pilots] = seen[pilots]
-        good = places[~bad].cpu()
-        report.rescored[good] = torch.minimum(result.rescored, seen)[~bad].cpu()
-        report.survivors[good] = result.survivors[~bad].cpu()
-        report.pruned[good] = mode in PRUNING
-        return torch.where(result.failed[Fallback.TOO_FEW_SEEDS], 1, bad.to(torch.int32) * 2)
+        rescored[seeded.pilots] = part.visible()[seeded.pilots]
+        good = state == 0
+        report.rescored[places[good]] = torch.minimum(rescored, part.visible())[good]
+        report.survivors[places[good]] = survivors[good]
+        report.pruned[places[good]] = mode in PRUNING
+        return state
 
     for start in range(0, total, plan.max_rows):
-        block = torch.arange(start, min(start + plan.max_rows, total), device=device)
+        block = torch.arange(start, min(start + plan.max_rows, total))
         dense = block
         if mode is not None and mode is not Mode.BASE:
             is_long = visible[block] > topk
             report.note(Fallback.SHORT_ROW, block[~is_long & (visible[block] > 0)])
-            dense, candidates = block[~is_long], block[is_long]
-            if len(candidates):
-                grouped = hints is not None or len(candidates) >= PILOTS_FROM
-                again = candidates
-                if grouped:
-                    state = skip(candidates, own=False)
-                    again = candidates[state == 1]
-                    dense = torch.cat([dense, candidates[state == 2]])
-                if len(again):
-                    state = skip(again, own=True)
-                    dense = torch.cat([dense, again[state != 0]])
-                rescored = int(report.rescored[candidates.cpu()].sum())
-                if may_give_up and mode is Mode.BOTH and rescored > GIVE_UP_ABOVE * int(visible[candidates].sum()):
-                    mode = Mode.EMIT
-                    report.note(Fallback.SLACK_BOUND, torch.arange(start + len(block), total))
+            dense, again = block[~is_long], block[is_long]
+            candidates = again
+            if hints is not None or len(candidates) >= PILOTS_FROM:
+                state = skip(candidates, own=False)
+                again = candidates[state == TOO_FEW_SEEDS]
+                dense = torch.cat([dense, candidates[(state != 0) & (state != TOO_FEW_SEEDS)]])
+            # Lists of a row's own take more room.
+            for some in again.split(max(plan.max_rows // OWN_SHARE, 1)) if len(again) else ():
+                state = skip(some, own=True)
+                dense = torch.cat([dense, some[state != 0]])
+            rescored = int(report.rescored[candidates].sum())
+            if may_give_up and mode is Mode.BOTH and rescored > GIVE_UP_ABOVE * int(visible[candidates].sum()):
+                mode = Mode.EMIT
+                report.note(Fallback.SLACK_BOUND, torch.arange(start + len(block), total))
         if len(dense):
             workspace.reset()
             on_stage("dense")
-            running = dense_rows(rows.pick(dense), keys, topk, plan.key_chunk, workspace)
-            finish(dense, running, torch.ones(len(dense), dtype=torch.bool, device=device))
+            dense = dense.sort().values
+            running = dense_rows(rows.pick(dense), keys, topk, plan.dense_chunk, workspace)
+            launch_finish(*running.now, None, None, dense.to(device), out_index, out_score)
         if on_progress is not None:
             on_progress(start + len(block), total)
     return out_index, out_score, report

@@ -20,9 +20,23 @@ TRIALS_FROM_PAIRS = 2**28
 """Smaller calls take the default number of columns: a trial would cost more than it saves."""
 
 MAX_ROWS = 4096
-KEY_CHUNK = 131072
+KEY_CHUNK = 262144
+"""Keys of one bound pass; the host waits for the device twice per chunk."""
+DENSE_CHUNK = 98304
+"""Keys whose logits the dense path holds at once."""
 MIN_KEY_CHUNK = 2048
 MIN_CAPACITY = 8192
+CAPACITY_SHARE = 10
+"""A row's survivor buffer holds one key in so many of a chunk."""
+MIN_LIST = 2048
+GROUP_ROWS = 128
+"""Rows that share a list of seeds; one of them is the group's pilot, scored densely."""
+PILOT_SHARE = 8
+"""One part in so many of the workspace is for the pilots' logits."""
+OWN_SHARE = 4
+"""Rows with seeds of their own go in blocks of one part in so many of the usual size."""
+TRIAL_ROWS = 8
+"""Rows on which the number of columns is tried."""
 
 PILOTS_NEAR = 4
 """Pilots whose winners a group of rows takes as seeds."""
@@ -76,7 +90,8 @@ class PrefillPlan:
         num_heads: 32 or 64.
         column_choices: dot columns per row in the bound pass; with more than one a trial decides.
         max_rows: rows that one block of work may hold.
-        key_chunk: keys that one pass may cover, a multiple of 64.
+        key_chunk: keys that one bound pass or filter covers, a multiple of 64.
+        dense_chunk, pilot_chunk: keys whose logits are held at once, for rows that are scored densely and for pilots.
         capacity: survivors that one row's buffer holds per chunk.
         list_capacity: emitted keys that one row's list holds before they are merged.
         pilots_near: pilots whose winners a group takes as seeds.
@@ -92,6 +107,8 @@ class PrefillPlan:
     column_choices: tuple[int, ...]
     max_rows: int
     key_chunk: int
+    dense_chunk: int
+    pilot_chunk: int
     capacity: int
     list_capacity: int
     pilots_near: int
@@ -118,24 +135,21 @@ class PrefillPlan:
 
 
 def bytes_per_row(
-    *, num_heads: int, topk: int, columns: int, key_chunk: int, capacity: int, list_capacity: int, seeds: int,
-    own_seeds: int, mode: Mode | None,
+    *, num_heads: int, topk: int, columns: int, key_chunk: int, dense_chunk: int, capacity: int, list_capacity: int,
+    seeds: int, own_seeds: int, mode: Mode | None,
 ) -> int:  # fmt: skip
     """Upper limit of the buffers that one row needs; ``mode`` None is the dense path."""
     running = 2 * (8 * topk + 4)
     inputs = num_heads * (128 + 4) + 64
-    dense = running + inputs + 4 * key_chunk
+    dense = running + inputs + 4 * dense_chunk
     if mode is None or mode is Mode.BASE:
         return dense
-    # One pilot in eight rows at most. Seeds with scores, a group's list shared by its rows; a row's own list has
-    # int64 temporaries.
-    pilots = (running + inputs + 4 * key_chunk) // 8
-    lists = capacity * 8 + list_capacity * 8 + max(seeds * 6, own_seeds * 48)
     bits = key_chunk // 8
-    # Query preparation: float64 norms and errors, shares, ranks, the projection's multipliers, the columns.
-    preparation = num_heads * (2 * 8 + 8 * 8 + 4 * (columns + 16)) + columns * (2 * 128 + 32) + 4 * 64
-    # Rows that the bound cannot serve are scored densely afterwards, in the same space.
-    return max(dense, 2 * running + inputs + pilots + lists + bits + preparation)
+    # Query preparation: norms, errors, shares, the projection's multipliers; the columns, in two orders.
+    preparation = num_heads * (40 + 4 * 32) + columns * (2 * 128 + 64) + 1024
+    rest = running + inputs + 8 * (capacity + list_capacity) + bits + preparation
+    # A row's own list has int64 temporaries. Rows that the bound cannot serve are scored densely, in the same space.
+    return max(dense, rest + 4 * seeds, (rest + 48 * own_seeds) // OWN_SHARE)
 
 
 def plan_prefill(
@@ -182,15 +196,27 @@ def plan_prefill(
     key_chunk = max(64, min(KEY_CHUNK, -(-num_keys // 64) * 64))
     rescan_row = 2 * (8 * topk + 4) + 4 * RESCAN_KEYS + num_heads * (HEAD_DIM + 4)
     rescan_rows = max(1, workspace_bytes // RESCAN_SHARE // rescan_row)
+    groups = -(-min(max(num_rows, 1), MAX_ROWS) // GROUP_ROWS)
+    # Norm and scale of every key, and a rescan.
+    fixed = 8 * num_keys + FIXED_BYTES + rescan_rows * rescan_row
+    pilot_chunk = key_chunk
+    if mode is not None and mode is not Mode.BASE:
+        # The pilots' logits and top-K, the groups' seeds as bits and as lists, the trial's bits.
+        pilot = num_heads * (HEAD_DIM + 4) + 2 * (8 * topk + 4)
+        room = workspace_bytes // PILOT_SHARE // (4 * groups) // 64 * 64
+        pilot_chunk = max(MIN_KEY_CHUNK, min(room, -(-num_keys // 64) * 64))
+        fixed += groups * (pilot + 4 * pilot_chunk + num_keys // 8 + 4 * seeds + 64)
+        fixed += TRIAL_ROWS * (num_keys // 8 + num_heads * 512)
     while True:
-        capacity = survivor_capacity or min(key_chunk, max(MIN_CAPACITY, 8 * topk, key_chunk // 8))
-        list_capacity = max(capacity, 4 * topk)
+        capacity = survivor_capacity or min(key_chunk, max(MIN_CAPACITY, 4 * topk, key_chunk // CAPACITY_SHARE))
+        list_capacity = max(MIN_LIST, 4 * topk)
+        parts = -(-num_keys // min(key_chunk, DENSE_CHUNK)) or 1
+        dense_chunk = max(64, -(-num_keys // parts // 64) * 64)
         row = bytes_per_row(
-            num_heads=num_heads, topk=topk, columns=columns, key_chunk=key_chunk, capacity=capacity,
-            list_capacity=list_capacity, seeds=seeds, own_seeds=own_seeds, mode=mode,
+            num_heads=num_heads, topk=topk, columns=columns, key_chunk=key_chunk, dense_chunk=dense_chunk,
+            capacity=capacity, list_capacity=list_capacity, seeds=seeds, own_seeds=own_seeds, mode=mode,
         )  # fmt: skip
-        # Norm and scale of every key, and a rescan. Allocations are rounded up; a sixteenth is for that.
-        fixed = 8 * num_keys + FIXED_BYTES + rescan_rows * rescan_row
+        # Allocations are rounded up; a sixteenth is for that.
         rows = (workspace_bytes - workspace_bytes // 16 - fixed) // row
         if rows >= 1:
             break
@@ -205,6 +231,8 @@ def plan_prefill(
         column_choices=choices,
         max_rows=int(min(rows, MAX_ROWS)),
         key_chunk=key_chunk,
+        dense_chunk=dense_chunk,
+        pilot_chunk=pilot_chunk,
         capacity=capacity,
         list_capacity=list_capacity,
         pilots_near=PILOTS_NEAR,

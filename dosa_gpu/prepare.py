@@ -28,8 +28,8 @@ class RowConstants:
         columns: ``[rows, M, 128]`` float8_e4m3fn; the last one is linear, the others are relu columns.
         coefficients: ``[rows, M]`` float32.
         slack: ``[rows]`` float32, coefficient of the key norm.
-        non_finite: ``[rows]`` bool; the row must not be pruned (NaN or Inf in q or weights).
-        too_large: ``[rows]`` bool; the row must not be pruned (the bound could overflow).
+        state: ``[rows]`` int32: 0, or why the row must not be pruned: ``NON_FINITE`` (NaN or Inf in q or weights) or
+            ``TOO_LARGE`` (the bound could overflow).
         head: ``[rows, slots >= M - 1]`` int32, head of a retained column, -1 elsewhere.
         projection: ``[rows, H, slots]`` float32, multiplier of retained column j for omitted head g.
         multiplier: ``[rows, H]`` float32, multiplier of a negative head in the linear column, 0 elsewhere.
@@ -38,8 +38,7 @@ class RowConstants:
     columns: torch.Tensor
     coefficients: torch.Tensor
     slack: torch.Tensor
-    non_finite: torch.Tensor
-    too_large: torch.Tensor
+    state: torch.Tensor
     head: torch.Tensor
     projection: torch.Tensor
     multiplier: torch.Tensor
@@ -93,7 +92,7 @@ def prepare_rows(q: torch.Tensor, weights: torch.Tensor, heads: Heads, num_colum
         num_columns: M, 2 to 32.
 
     Returns:
-        RowConstants; rows marked ``non_finite`` or ``too_large`` hold no usable bound.
+        RowConstants; rows with a state hold no usable bound.
 
     Exactness: enclosure. Source: docs/bound.md.
     """
@@ -105,24 +104,23 @@ def prepare_rows(q: torch.Tensor, weights: torch.Tensor, heads: Heads, num_colum
 
     head = empty(rows, slots, dtype=torch.int32)
     share, multiplier, projection = empty(rows, num_heads), empty(rows, num_heads), empty(rows, num_heads, slots)
-    non_finite, too_large = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32)
+    unusable, state = empty(rows, dtype=torch.int32), empty(rows, dtype=torch.int32)
     columns = empty(rows, num_columns, q.shape[2], dtype=torch.uint8).view(q.dtype)
     coefficients, slack = empty(rows, num_columns), empty(rows)
     steering = (heads.above, heads.below, heads.mean_norm)
     launch_choose_heads(
-        q, weights, heads.error, heads.nan, *steering, num_columns - 1, head, share, multiplier, non_finite
+        q, weights, heads.error, heads.nan, *steering, num_columns - 1, head, share, multiplier, unusable
     )
     launch_project(q, head, share, *steering, projection)
     launch_row_bound(
-        q.view(torch.uint8), weights, heads.norm, heads.error, head, share, multiplier, projection, num_columns,
-        (columns, coefficients, slack, too_large),
+        q.view(torch.uint8), weights, heads.norm, heads.error, head, share, multiplier, projection, unusable,
+        num_columns, (columns, coefficients, slack, state),
     )  # fmt: skip
     return RowConstants(
         columns=columns,
         coefficients=coefficients,
         slack=slack,
-        non_finite=non_finite != 0,
-        too_large=(too_large != 0) & (non_finite == 0),
+        state=state,
         head=head,
         projection=projection,
         multiplier=multiplier,

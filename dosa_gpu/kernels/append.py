@@ -16,6 +16,7 @@ def _append_kernel(
     list_score_ptr,  # [rows, capacity] f32
     list_count_ptr,  # [rows] i32
     full_ptr,  # [rows] i32
+    any_full_ptr,  # [1] i32
     stride,
     capacity,
     TILE: tl.constexpr,
@@ -47,9 +48,11 @@ def _append_kernel(
         taken += tl.sum(flag, axis=0)
     tl.store(list_count_ptr + row, taken)
     tl.store(full_ptr + row, full.to(tl.int32))
+    if full:
+        tl.store(any_full_ptr, 1)
 
 
-def launch_append(index, score, count, tau, list_index, list_score, list_count, full) -> None:
+def launch_append(index, score, count, tau, list_index, list_score, list_count, full, any_full) -> None:
     """Append the entries with ``score >= tau`` of each row, keeping their order. A NaN score is not appended.
 
     Args:
@@ -59,10 +62,11 @@ def launch_append(index, score, count, tau, list_index, list_score, list_count, 
         list_index, list_score: ``[rows, capacity]``, contiguous, appended to.
         list_count: ``[rows]`` int32, entries in the list; raised.
         full: ``[rows]`` int32, written: 1 for a row whose entries do not all fit; nothing of it is appended.
+        any_full: ``[1]`` int32, set to 1 if there is such a row.
 
     Exactness: exact.
     """
     _append_kernel[(index.shape[0],)](
-        index, score, count, tau, list_index, list_score, list_count, full, index.stride(0), list_index.stride(0),
-        TILE=TILE, num_warps=4,
+        index, score, count, tau, list_index, list_score, list_count, full, any_full,
+        index.stride(0), list_index.stride(0), TILE=TILE, num_warps=4,
     )  # fmt: skip

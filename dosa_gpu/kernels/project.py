@@ -63,8 +63,8 @@ def _project_kernel(
 def launch_project(q, head, share, above, below, mean_norm, out) -> None:
     """Write ``a_gj >= 0`` with ``q_g`` near ``sum_j a_gj q_head(j)`` for each omitted head g, 0 for the others.
 
-    Least squares with a price on each multiplier, ``||q_g|| / 2 sum_j a_gj mean|q_head(j) . k| / mean ||k||`` with means
-    over the sampled keys: a retained head's relu adds to the bound of every key, a residual only its norm.
+    Least squares with a price on each multiplier, ``||q_g|| / 2 sum_j a_gj mean|q_head(j) . k| / mean ||k||`` with
+    means over the sampled keys: a retained head's relu adds to the bound of every key, a residual only its norm.
 
     Args:
         q: ``[rows, num_heads, 128]`` float8_e4m3fn, contiguous.

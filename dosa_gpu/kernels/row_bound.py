@@ -6,6 +6,10 @@ import triton.language as tl
 from dosa_gpu.kernels.head_terms import decode, vector_terms
 from dosa_ref import spec
 
+NON_FINITE = 1
+TOO_LARGE = 2
+_NON_FINITE = tl.constexpr(NON_FINITE)
+_TOO_LARGE = tl.constexpr(TOO_LARGE)
 _MAX_EXPONENT = tl.constexpr(100)
 _E4M3_MAX = tl.constexpr(float(spec.E4M3_MAX))
 _HEAD_ULPS = tl.constexpr(spec.HEAD_CHAIN_ULPS * float(spec.FLOAT32_UNIT))
@@ -58,11 +62,12 @@ def _row_bound_kernel(
     share_ptr,  # [rows, HEADS] f32, weight of an omitted head, else 0
     multiplier_ptr,  # [rows, HEADS] f32, multiplier of a negative head in the linear column, else 0
     projection_ptr,  # [rows, HEADS, SLOTS] f32
+    unusable_ptr,  # [rows] i32
     column_ptr,  # [rows, COLUMNS, 128] e4m3
     column_code_ptr,  # the same memory as u8
     coefficient_ptr,  # [rows, COLUMNS] f32
     slack_ptr,  # [rows] f32
-    too_large_ptr,  # [rows] i32
+    state_ptr,  # [rows] i32
     HEADS: tl.constexpr,
     SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -135,10 +140,13 @@ def _row_bound_kernel(
     tl.store(slack_ptr + row, slack)
     total = head_sum + column_sum + slack.to(tl.float64)
     # "not at most": a NaN total is too large as well.
-    tl.store(too_large_ptr + row, ((total <= _MAGNITUDE_MAX) == 0).to(tl.int32))
+    too_large = tl.where(total <= _MAGNITUDE_MAX, 0, _TOO_LARGE)
+    tl.store(state_ptr + row, tl.where(tl.load(unusable_ptr + row) != 0, _NON_FINITE, too_large))
 
 
-def launch_row_bound(code, weights, norm, error, head, share, multiplier, projection, columns: int, out) -> None:
+def launch_row_bound(
+    code, weights, norm, error, head, share, multiplier, projection, unusable, columns: int, out
+) -> None:
     """Write the bound of each row.
 
     Args:
@@ -148,16 +156,17 @@ def launch_row_bound(code, weights, norm, error, head, share, multiplier, projec
         head: ``[rows, slots]`` int32, retained head per slot, -1 for an unused one.
         share, multiplier: ``[rows, num_heads]`` float32, from ``launch_choose_heads``.
         projection: ``[rows, num_heads, slots]`` float32, from ``launch_project``.
+        unusable: ``[rows]`` int32, 1 for NaN or Inf in the row's query or weights.
         columns: M, at most ``slots``; the last one is the linear column.
         out: (columns ``[rows, M, 128]`` float8_e4m3fn, coefficients ``[rows, M]`` float32, slack ``[rows]`` float32,
-            too_large ``[rows]`` int32), written.
+            state ``[rows]`` int32: 0, ``NON_FINITE`` or ``TOO_LARGE``), written. A row with a state must not be pruned.
 
     Exactness: enclosure. Source: ``docs/bound.md``.
     """
     rows, heads, _ = code.shape
-    column, coefficient, slack, too_large = out
+    column, coefficient, slack, state = out
     _row_bound_kernel[(rows,)](
-        code, weights, norm, error, head, share, multiplier, projection,
-        column, column.view(code.dtype), coefficient, slack, too_large,
+        code, weights, norm, error, head, share, multiplier, projection, unusable,
+        column, column.view(code.dtype), coefficient, slack, state,
         HEADS=heads, SLOTS=head.shape[1], COLUMNS=columns, num_warps=8,
     )  # fmt: skip

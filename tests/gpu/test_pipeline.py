@@ -124,8 +124,8 @@ class TestPlan:
             num_heads=32, num_rows=9, num_keys=num_keys, topk=4, mode=Mode.BOTH, columns=8,
             workspace_bytes=workspace_bytes, survivor_capacity=1,
         )  # fmt: skip
-        assert sizes.key_chunk % 64 == 0
-        dense = 4 * sizes.key_chunk + 2 * (8 * 4 + 4) + 32 * 132
+        assert sizes.key_chunk % 64 == sizes.dense_chunk % 64 == sizes.pilot_chunk % 64 == 0
+        dense = 4 * sizes.dense_chunk + 2 * (8 * 4 + 4) + 32 * 132
         assert sizes.max_rows * dense <= workspace_bytes
 
     def test_rows_that_fall_back_keep_within_the_workspace(self, device):
@@ -210,13 +210,13 @@ class TestFaultsInside:
 
     def test_tau_too_high_is_noticed_and_the_row_recomputed(self, device, monkeypatch):
         problem = build(LEARNED)
-        plain = pipeline.kth_best
+        plain = pipeline.launch_kth
 
-        def too_high(score, topk):
-            tau = plain(score, topk)
-            return tau + tau.abs() * 100
+        def too_high(score, topk, tau):
+            plain(score, topk, tau)
+            tau += tau.abs() * 100
 
-        monkeypatch.setattr(pipeline, "kth_best", too_high)
+        monkeypatch.setattr(pipeline, "launch_kth", too_high)
         selection = run(problem, device)
         assert_equals_reference(selection, problem)
         assert selection.stats.fallback["threshold_not_met"] == list(range(12))
@@ -225,7 +225,7 @@ class TestFaultsInside:
         # The mutant that the whole guard is for: if this passed, the tests above would prove nothing. tau is lowered,
         # so that enough other keys reach it and nothing looks wrong inside.
         problem = build(LEARNED)
-        plain_bound, plain_kth = pipeline.launch_bound, pipeline.kth_best
+        plain_bound, plain_kth = pipeline.launch_bound, pipeline.launch_kth
 
         def too_low(*arguments):
             arguments = list(arguments)
@@ -233,8 +233,12 @@ class TestFaultsInside:
             arguments[7][:200] = 0.0
             plain_bound(*arguments)
 
+        def low_tau(score, topk, tau):
+            plain_kth(score, topk, tau)
+            tau *= 0.25
+
         monkeypatch.setattr(pipeline, "launch_bound", too_low)
-        monkeypatch.setattr(pipeline, "kth_best", lambda *arguments: plain_kth(*arguments) * 0.25)
+        monkeypatch.setattr(pipeline, "launch_kth", low_tau)
         selection = run(problem, device)
         assert selection.stats.fallback == {}
         assert selection.topk_indices.tolist() != select.select_dense(problem).topk_indices.tolist()

@@ -138,8 +138,7 @@ def test_rows_that_may_not_be_pruned_are_marked(device):
     weights[1, 4] = np.inf
     weights[2, :] = 2.0**100
     constants = prepared(dataclasses.replace(problem, q=q, weights=weights), 8, device)
-    assert constants.non_finite.tolist() == [True, True, False]
-    assert constants.too_large.tolist() == [False, False, True]
+    assert constants.state.tolist() == [row_bound.NON_FINITE, row_bound.NON_FINITE, row_bound.TOO_LARGE]
 
 
 @triton.jit

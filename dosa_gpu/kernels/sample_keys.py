@@ -1,0 +1,81 @@
+"""Keys that steer a row's choice of columns: seeds just below ``tau``, and keys anywhere in its window."""
+
+import triton
+import triton.language as tl
+
+TILE = 1024
+
+
+@triton.jit
+def _sample_keys_kernel(
+    list_ptr,  # [lists, width] i32
+    score_ptr,  # [rows, score_stride] f32
+    tau_ptr,  # [rows] f32
+    ks_ptr,  # [rows] i32
+    ke_ptr,  # [rows] i32
+    sample_ptr,  # [rows, 2 * HALF] i32
+    seeds_ptr,  # [rows] i32
+    width,
+    score_stride,
+    rows_per_list,
+    HALF: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    tau = tl.load(tau_ptr + row)
+    score_row = score_ptr + row * score_stride
+    list_row = list_ptr + row // rows_per_list * width
+    sample_row = sample_ptr + row * 2 * HALF
+    total = 0
+    seeds = 0
+    for start in range(0, width, TILE):
+        place = start + tl.arange(0, TILE)
+        score = tl.load(score_row + place, mask=place < width, other=float("nan"))
+        total += tl.sum((score < tau).to(tl.int32), axis=0)
+        seeds += tl.sum((score == score).to(tl.int32), axis=0)
+    tl.store(seeds_ptr + row, seeds)
+    some = tl.maximum(total, 1)
+    before = 0
+    for start in range(0, width, TILE):
+        place = start + tl.arange(0, TILE)
+        inside = place < width
+        score = tl.load(score_row + place, mask=inside, other=float("nan"))
+        below = (score < tau).to(tl.int32)
+        rank = before + tl.cumsum(below, axis=0) - below
+        slot = rank * HALF // some
+        # The first of the keys that share a slot.
+        chosen = (below == 1) & ((rank == 0) | ((rank - 1) * HALF // some != slot))
+        key = tl.load(list_row + place, mask=chosen, other=0)
+        tl.store(sample_row + slot, key, mask=chosen)
+        before += tl.sum(below, axis=0)
+    # Slots that no rank meets stay empty.
+    slot = tl.arange(0, HALF)
+    rank = (slot * some + HALF - 1) // HALF
+    met = (rank < total) & (rank * HALF // some == slot)
+    tl.store(sample_row + slot, tl.full((HALF,), -1, dtype=tl.int32), mask=met == 0)
+    ks = tl.load(ks_ptr + row)
+    span = (tl.load(ke_ptr + row) - ks).to(tl.int64)
+    key = tl.where(span > 0, ks + (slot * span // HALF).to(tl.int32), -1)
+    tl.store(sample_row + HALF + slot, key)
+
+
+def launch_sample_keys(lists, score, tau, ks, ke, rows_per_list: int, sample, seeds) -> None:
+    """Write an even sample of the seeds below ``tau``, in the order of the list, and one of the row's window.
+
+    Args:
+        lists: ``[ceil(rows / rows_per_list), width]`` int32 key columns, contiguous.
+        score: ``[rows, width]`` float32, scores of the list; NaN where there is no seed.
+        tau: ``[rows]`` float32.
+        ks, ke: ``[rows]`` int32.
+        rows_per_list: rows that share a list.
+        sample: ``[rows, 2 n]`` int32, contiguous, n a power of two, written: seeds in the first half, then keys of the
+            window; -1 for none.
+        seeds: ``[rows]`` int32, written: how many seeds have a score.
+
+    Exactness: heuristic; the sample steers the choice of columns only. The count is exact.
+    """
+    rows, width = score.shape
+    _sample_keys_kernel[(rows,)](
+        lists, score, tau, ks, ke, sample, seeds, width, score.stride(0), rows_per_list,
+        HALF=sample.shape[1] // 2, TILE=TILE, num_warps=4,
+    )  # fmt: skip
