@@ -32,9 +32,9 @@ EXPLAINED = {
     "spelling": (r'kind="stable"', r'kind="STABLE"', "NumPy reads the kind of a sort by its first letter, in any case"),
     "nan_spelling": (r"np\.nan", r"None|\)", "None in a float array is NaN"),
     "speed_only": (
-        r"activity|ACTIVITY_SAMPLE|columns: int = 16|pruned=False",
+        r"sample|seed_scores < tau|columns: int = 16|pruned=False",
         r".",
-        "which columns are chosen, and a count that is false either way: the selection cannot depend on it",
+        "the sample that columns are chosen on, how many there are, or a flag that is false either way",
     ),
     "no_keys": (r"step = max\(1, .* if topk else 1", r"else 2", "with topk 0 there is no older key to take"),
     "assertion_text": (r"^assert .*, \"", r"XX|[A-Z]{4}", "the text of an internal assertion"),

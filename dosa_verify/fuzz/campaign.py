@@ -1,18 +1,21 @@
 """A search in several processes: blocks of cases, each a run with a seed of its own, merged into one report.
 
-What a block holds depends on the search's seed and the block's number alone (and on Hypothesis, for top-K kernels): the
-cases are the same for any number of processes. Processes with a GPU context each take turns on the GPU, so a few that
-helpers keep busy do more than many.
+What a block holds depends on the search's seed and the block's number alone: the cases are the same for any number of
+processes. Processes with a GPU context each take turns on the GPU, so for our own paths there one or two processes do
+more than many; others prepare the cases, and what is right for them.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 from dosa_ref.spec import BackendUnavailable, InvalidProblem, UnprovedBound
 from dosa_verify.fuzz import families, logits_runner, runner
@@ -23,12 +26,16 @@ from dosa_verify.targets.dosa import TARGET_NAMES, Device, KernelTarget, connect
 from dosa_verify.targets.logits import LogitsTarget
 
 DEFAULT_EXAMPLES = 2000
-BLOCK = 1024
-"""Cases of one block of our own paths: whole families."""
-LOGITS_BLOCK = 250
+LOGITS_BLOCK = 1000
 """Cases of one block of a top-K kernel."""
-HELPERS = 2
-"""Processes beside each one that runs our paths on a GPU; they prepare its cases."""
+SCORER_BLOCK = 100
+"""Cases of one block of a scorer with a top-K kernel."""
+MOST_HELPERS = 12
+"""Processes that prepare cases for a GPU."""
+AHEAD = 3
+"""Families that each of them has under way."""
+HELPED = (Device.CUDA,)
+"""Where they pay: the emulator takes longer to answer a case than to prepare it."""
 LONG_ROWS = (131_072, families.MILLION)
 """Lengths of long rows for top-K kernels on a GPU."""
 
@@ -37,8 +44,6 @@ Whole = KernelTarget | libraries.ScorerTarget
 
 _targets: dict[str, Whole | LogitsTarget] = {}
 """The target of this worker process."""
-_helpers: list[concurrent.futures.Executor] = []
-"""The helpers of this worker process."""
 
 
 def make(name: str, device: Device, waived: Sequence[str] = ()) -> Whole | LogitsTarget:
@@ -66,53 +71,55 @@ def make(name: str, device: Device, waived: Sequence[str] = ()) -> Whole | Logit
 def _prepare(name: str, device: Device, waived: Sequence[str]) -> None:
     """Make a worker's target."""
     _targets[name] = make(name, device, waived)
-    if name in TARGET_NAMES and device is Device.CUDA:
-        spawn = multiprocessing.get_context("spawn")
-        _helpers.append(concurrent.futures.ProcessPoolExecutor(HELPERS, spawn))
 
 
-def _block(
-    name: str, device: Device, number: int | None, seed: int, examples: int, folder: Path, command: str
-) -> FuzzReport:
-    """Run the directed cases (``number`` None) or a block in a worker."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Block:
+    """Work for one process.
+
+    Attributes:
+        name: of the target.
+        long: lengths of long rows for a top-K kernel.
+        max_keys: most keys of a look.
+        directed: run the directed cases, not random ones.
+        seed: of this block.
+        examples: random cases.
+        until: when to start no new case, on the wall clock, or None.
+        folder, command: as in `run`.
+        looks: the family, where it was prepared elsewhere.
+    """
+
+    name: str
+    long: tuple[int, ...]
+    max_keys: int
+    directed: bool
+    seed: int
+    examples: int
+    until: float | None
+    folder: Path
+    command: str
+    looks: list[families.Look] | None = None
+
+
+def _run_block(block: _Block) -> FuzzReport:
+    """Do the work in a worker."""
+    target = _targets[block.name]
+    common: dict[str, Any] = {
+        "seed": block.seed,
+        "examples": 0 if block.directed else block.examples,
+        "budget_s": None if block.until is None else max(block.until - time.time(), 0.0),
+        "folder": block.folder,
+        "command": block.command,
+    }
     try:
-        return _run_block(name, device, number, seed, examples, folder, command)
+        if not isinstance(target, Whole):
+            return logits_runner.run(target, directed=block.directed, long=block.long, drawn=True, **common)
+        if block.directed or not isinstance(target, KernelTarget):
+            return runner.run(target, directed=block.directed, **common)
+        return families.run(target, max_keys=block.max_keys, prepared=block.looks, **common)
     except UnprovedBound as error:
         # Errors with several arguments do not travel between processes.
         raise BackendUnavailable(str(error)) from None
-
-
-def _run_block(
-    name: str, device: Device, number: int | None, seed: int, examples: int, folder: Path, command: str
-) -> FuzzReport:
-    target = _targets[name]
-    if isinstance(target, Whole):
-        if number is None:
-            return runner.run(target, examples=0, seed=seed, folder=folder, command=command)
-        if not isinstance(target, KernelTarget):
-            return runner.run(
-                target, examples=examples, seed=seed + number, folder=folder, command=command, directed=False
-            )
-        max_keys = families.MILLION if device is Device.CUDA else families.SMALL_KEYS
-        return families.run(
-            target,
-            examples=examples,
-            seed=_first_seed(name, seed, number),
-            max_keys=max_keys,
-            folder=folder,
-            command=command,
-            helpers=_helpers[0] if _helpers else None,
-            ahead=HELPERS * families.AHEAD,
-        )
-    return logits_runner.run(
-        target,
-        examples=0 if number is None else examples,
-        seed=seed if number is None else seed + number,
-        folder=folder,
-        command=command,
-        directed=number is None,
-        long=LONG_ROWS if device is Device.CUDA else (),
-    )
 
 
 def run(
@@ -137,7 +144,7 @@ def run(
         jobs: processes.
         examples: random cases in all, beyond the directed ones.
         seed: of the first block.
-        budget_s: start no new block after this many seconds, or None.
+        budget_s: start no new case after this many seconds, or None.
         folder: where a failing case is saved.
         command: beginning of the reproducer.
         on_progress: called with (cases done, random cases planned).
@@ -149,46 +156,72 @@ def run(
         DosaError: the target does not exist or cannot run here.
     """
     started = time.monotonic()
-    make(name, device, waived)  # says here, not in a worker, what is wrong with it
-    size = BLOCK if name in TARGET_NAMES else LOGITS_BLOCK
-    blocks: list[int | None] = [None, *range(-(-examples // size))]
+    target = make(name, device, waived)  # says here, not in a worker, what is wrong with it
+    size = SCORER_BLOCK if isinstance(target, libraries.ScorerTarget) else LOGITS_BLOCK
+    if isinstance(target, KernelTarget):
+        size = families.LOOKS
+    common: dict[str, Any] = {
+        "name": name,
+        "long": LONG_ROWS if device is Device.CUDA else (),
+        "max_keys": families.MILLION if device is Device.CUDA else families.SMALL_KEYS,
+        "until": None if budget_s is None else time.time() + budget_s,
+        "folder": folder,
+        "command": command,
+    }
+    waiting = [_Block(directed=True, seed=seed, examples=0, **common)]
+    for number, start in enumerate(range(0, examples, size)):
+        waiting.append(_Block(directed=False, seed=seed + number, examples=min(size, examples - start), **common))
     reports: list[FuzzReport] = []
-    pending: dict[concurrent.futures.Future[FuzzReport], int | None] = {}
     done = 0
+    preparing: dict[concurrent.futures.Future[Any], _Block] = {}
+    running: dict[concurrent.futures.Future[Any], _Block] = {}
     # The children must not inherit a CUDA context, nor this process's choice between interpreter and compiler.
-    pool = concurrent.futures.ProcessPoolExecutor(
-        jobs, multiprocessing.get_context("spawn"), initializer=_prepare, initargs=(name, device, waived)
-    )
+    spawn = multiprocessing.get_context("spawn")
+    pool = concurrent.futures.ProcessPoolExecutor(jobs, spawn, initializer=_prepare, initargs=(name, device, waived))
+    helpers = None
+    ahead = jobs + 1
+    if isinstance(target, KernelTarget) and device in HELPED:
+        count = max(1, min(MOST_HELPERS, (os.cpu_count() or 1) - jobs))
+        helpers = concurrent.futures.ProcessPoolExecutor(count, spawn)
+        ahead += AHEAD * count
+
+    def stop() -> bool:
+        return any(report.failure is not None for report in reports) or (
+            budget_s is not None and time.monotonic() - started > budget_s
+        )
+
     try:
-        while True:
-            stop = any(report.failure is not None for report in reports) or (
-                budget_s is not None and time.monotonic() - started > budget_s
+        while (waiting and not stop()) or preparing or running:
+            while waiting and not stop() and len(preparing) + len(running) < ahead:
+                block = waiting.pop(0)
+                if helpers is None or block.directed or not isinstance(target, KernelTarget):
+                    running[pool.submit(_run_block, block)] = block
+                else:
+                    arguments = (block.seed, target.variants, block.examples, block.max_keys)
+                    preparing[helpers.submit(families.prepare, *arguments)] = block
+            finished, _ = concurrent.futures.wait(
+                [*preparing, *running], return_when=concurrent.futures.FIRST_COMPLETED
             )
-            while blocks and not stop and len(pending) <= jobs:
-                number = blocks.pop(0)
-                count = 0 if number is None else min(size, examples - number * size)
-                pending[pool.submit(_block, name, device, number, seed, count, folder, command)] = number
-            if not pending:
-                break
-            finished, _ = concurrent.futures.wait(pending, return_when=concurrent.futures.FIRST_COMPLETED)
-            for future in finished:
+            for future in finished & preparing.keys():
+                block = preparing.pop(future)
+                if not stop():
+                    looked = dataclasses.replace(block, looks=future.result())
+                    running[pool.submit(_run_block, looked)] = block
+            for future in finished & running.keys():
                 report = future.result()
-                del pending[future]
+                del running[future]
                 reports.append(report)
                 done += report.cases
                 if on_progress is not None:
                     on_progress(done, examples)
     except BrokenProcessPool:
-        seeds = [_first_seed(name, seed, number) for number in pending.values() if number is not None]
-        reports.append(_died(name, seeds, size, command))
+        reports.append(_died(name, sorted(block.seed for block in running.values()), size, command))
     finally:
-        pool.shutdown(cancel_futures=True)
-    return merge(reports, seed=seed, examples=examples, time_s=time.monotonic() - started, complete=not blocks)
-
-
-def _first_seed(name: str, seed: int, number: int) -> int:
-    """The seed with which a search begins with this block."""
-    return seed + (number * BLOCK // families.LOOKS if name in TARGET_NAMES else number)
+        for executor in (pool, helpers):
+            if executor is not None:
+                executor.shutdown(cancel_futures=True)
+    complete = not waiting and not any(report.budget_spent for report in reports)
+    return merge(reports, seed=seed, examples=examples, time_s=time.monotonic() - started, complete=complete)
 
 
 def _died(name: str, seeds: list[int], size: int, command: str) -> FuzzReport:

@@ -9,13 +9,11 @@ reference again, as it stands.
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -53,8 +51,6 @@ MEDIUM_KEYS = 140_000
 MILLION = 1_048_576
 MEDIUM_EVERY, MILLION_EVERY = 4, 16
 """One family in so many has a look at this many keys."""
-AHEAD = 3
-"""Families that each helper has under way."""
 
 Floats = npt.NDArray[np.float32]
 Ints = npt.NDArray[np.int64]
@@ -240,24 +236,6 @@ def prepare(seed: int, variants: tuple[str, ...], count: int, max_keys: int) -> 
     return prepared
 
 
-def _prepared(
-    seeds: Mapping[int, int], variants: tuple[str, ...], max_keys: int, helpers: Executor | None, ahead: int
-) -> Iterator[tuple[int, list[Look]]]:
-    """The looks of each seed (to how many), in order; helpers work ahead."""
-    if helpers is None:
-        for seed, count in seeds.items():
-            yield seed, prepare(seed, variants, count, max_keys)
-        return
-    waiting = list(seeds.items())
-    under_way: collections.deque[tuple[int, Future[list[Look]]]] = collections.deque()
-    while waiting or under_way:
-        while waiting and len(under_way) < ahead:
-            seed, count = waiting.pop(0)
-            under_way.append((seed, helpers.submit(prepare, seed, variants, count, max_keys)))
-        seed, future = under_way.popleft()
-        yield seed, future.result()
-
-
 def run(
     target: Target,
     *,
@@ -267,8 +245,7 @@ def run(
     budget_s: float | None = None,
     folder: Path = Path(),
     command: str = "dosa fuzz",
-    helpers: Executor | None = None,
-    ahead: int = AHEAD,
+    prepared: Sequence[Look] | None = None,
 ) -> FuzzReport:
     """Fuzz a target with the families of ``seed``, ``seed + 1`` and so on, `LOOKS` cases each.
 
@@ -280,8 +257,7 @@ def run(
         budget_s: start no new case after this many seconds, or None.
         folder: where a failing case is saved.
         command: beginning of the reproducer.
-        helpers: processes that prepare cases, so that this one only runs the target; None does both here.
-        ahead: families that helpers have under way.
+        prepared: what `prepare` gave for ``seed``, so that this process only runs the target; at most one family.
 
     Returns:
         The report; each case is one call, and its ``failure`` was shrunk. One case of each family is also asked for a
@@ -296,8 +272,9 @@ def run(
     failure = None
     spent = False
     counts = {seed + start // LOOKS: min(LOOKS, examples - start) for start in range(0, examples, LOOKS)}
-    for family_seed, prepared in _prepared(counts, target.variants, max_keys, helpers, ahead):
-        for number, look in enumerate(prepared):
+    for family_seed, count in counts.items():
+        looks_here = prepare(family_seed, target.variants, count, max_keys) if prepared is None else prepared
+        for number, look in enumerate(looks_here):
             if budget_s is not None and time.monotonic() - started > budget_s:
                 spent = True
                 break

@@ -287,6 +287,32 @@ def directed_cases(topk: int, *, long: tuple[int, ...] = ()) -> Iterator[LogitsC
             yield change(base, seed=10, rows=2, columns=columns, scores=scores, windows=RowWindows.RAGGED)
 
 
+def draw_cases(seed: int, count: int, *, min_topk: int = 1, max_topk: int = 64) -> Iterator[LogitsCase]:
+    """Yield random cases without Hypothesis, which takes longer to draw one than a GPU to answer it.
+
+    Args:
+        seed: of the cases; the same ones always.
+        count: how many.
+        min_topk, max_topk: range of ``topk``.
+    """
+    random = np.random.default_rng(seed)
+    for _ in range(count):
+        topk = int(random.integers(min_topk, (max_topk if random.random() < 0.5 else min(max_topk, min_topk + 7)) + 1))
+        # Mostly rows longer than topk, which every kernel serves; one in ten around it.
+        columns = topk + int(random.integers(0, 700) if random.random() < 0.9 else random.integers(-1, 2))
+        planted = random.permutation(len(Planted))[: random.choice([0, 1, 2], p=[0.7, 0.2, 0.1])]
+        yield LogitsCase(
+            seed=int(random.integers(2**31)),
+            rows=int(random.integers(1, 6)),
+            columns=columns,
+            topk=topk,
+            scores=list(Scores)[random.integers(len(Scores))],
+            windows=RowWindows.FULL if random.random() < 0.6 else list(RowWindows)[random.integers(len(RowWindows))],
+            planted=tuple(list(Planted)[place] for place in planted),
+            strided=bool(random.random() < 0.5),
+        )
+
+
 def logits_cases(
     *, rows: int = 5, columns: int = 700, min_topk: int = 1, max_topk: int = 64
 ) -> st.SearchStrategy[LogitsCase]:

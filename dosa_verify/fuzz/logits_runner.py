@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import hashlib
+import itertools
 import json
 import multiprocessing
 import time
@@ -18,7 +19,7 @@ import numpy as np
 from dosa_ref.spec import BackendUnavailable, DosaError, InvalidProblem
 from dosa_ref.trace import LogitsProblem, load_logits, save_logits
 from dosa_verify.fuzz.judge import VARIANT, judge, pick, served_rows
-from dosa_verify.fuzz.logits import LogitsCase, build, case_from_json, directed_cases, logits_cases
+from dosa_verify.fuzz.logits import LogitsCase, build, case_from_json, directed_cases, draw_cases, logits_cases
 from dosa_verify.fuzz.report import Failure, Fault, FuzzReport, Mismatch
 from dosa_verify.fuzz.runner import load_strategies, search
 from dosa_verify.targets import logits as targets
@@ -206,6 +207,7 @@ def run(
     command: str = "dosa fuzz",
     directed: bool = True,
     long: tuple[int, ...] = (),
+    drawn: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> FuzzReport:
     """Fuzz a top-K kernel.
@@ -220,6 +222,7 @@ def run(
         command: beginning of the reproducer.
         directed: run `directed_cases` first.
         long: lengths of long rows among these.
+        drawn: take the random cases from `draw_cases`, not from Hypothesis: many more a second.
         on_progress: called with (cases done, cases planned).
 
     Returns:
@@ -255,15 +258,16 @@ def run(
         return mismatch
 
     failure: tuple[LogitsCase, Mismatch] | None = None
-    for case in planned:
+    random = draw_cases(seed, examples, min_topk=least, max_topk=most) if drawn else ()
+    for case in itertools.chain(planned, random):
         if over_budget():
             break
         mismatch = check(case)
-        directed_run += 1
+        directed_run += cases <= len(planned)
         if mismatch is not None:
             failure = (case, mismatch)
             break
-    if failure is None and examples > 0 and not over_budget():
+    if failure is None and examples > 0 and not drawn and not over_budget():
         load_strategies()
         failure = search(
             logits_cases(columns=max(700, 3 * least), min_topk=least, max_topk=most),

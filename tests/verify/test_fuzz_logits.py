@@ -323,6 +323,23 @@ def test_gpu_libraries_are_unavailable_on_a_cpu(name):
         targets.make(name, Device.CPU)
 
 
+def test_drawn_cases_have_every_kind_and_find_faults(tmp_path):
+    cases = list(logits.draw_cases(3, 400, min_topk=5, max_topk=30))
+    assert cases == list(logits.draw_cases(3, 400, min_topk=5, max_topk=30))
+    assert {case.scores for case in cases} == set(Scores)
+    assert {case.windows for case in cases} == set(RowWindows)
+    assert {kind for case in cases for kind in case.planted} == set(Planted)
+    assert {case.columns - case.topk for case in cases} >= {-1, 0, 1}
+    assert {case.topk for case in cases} <= set(range(5, 31))
+    target = FunctionTarget(name="high", function=by_row(high_index))
+    report = logits_runner.run(target, examples=200, folder=tmp_path, directed=False, drawn=True)
+    assert report.failure.mismatch.fault is Fault.WRONG_SET
+    assert (report.failure.case.rows, report.failure.case.topk) == (1, 1)
+    honest = FunctionTarget(name="best", function=by_row(best))
+    report = logits_runner.run(honest, examples=200, directed=False, drawn=True)
+    assert (report.cases, report.directed, report.failure) == (200, 0, None)
+
+
 def test_descriptors_survive_json():
     for case in logits.directed_cases(10):
         assert logits.case_from_json(json.loads(case.describe())) == case
