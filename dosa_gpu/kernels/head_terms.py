@@ -9,13 +9,13 @@ _STEPS = tl.constexpr(spec.STEPS)
 _STEP_TERMS = tl.constexpr(spec.STEP_TERMS)
 _FIRST_LOSSY = tl.constexpr(float(spec.FIRST_STEP_LOSSY))
 _LOSSY = tl.constexpr(float(spec.STEP_LOSSY))
-_CUT = tl.constexpr(2.0**-spec.FRACTION_BITS)
+CUT = tl.constexpr(2.0**-spec.FRACTION_BITS)
 _SMALLEST_NORMAL = tl.constexpr(float(spec.E4M3_MIN_NORMAL))
 
 
 @triton.jit
-def vector_terms(x, COUNT: tl.constexpr):
-    """``||x||`` and ``D(x)`` of ``[COUNT, 128]`` float64 E4M3 values (``docs/bound.md``).
+def step_norms(x, COUNT: tl.constexpr):
+    """Reach ``max(|x~_t|_inf, ||x_{<t}||)`` and norm ``||x_{<=t}||`` per step, ``[COUNT, 4]``, of ``[COUNT, 128]``.
 
     Squares of E4M3 values and their sums are exact in float64, so prefixes may be had by subtraction.
     """
@@ -24,11 +24,38 @@ def vector_terms(x, COUNT: tl.constexpr):
     largest = tl.max(tl.where(magnitude > 0, tl.maximum(magnitude, _SMALLEST_NORMAL), magnitude), axis=2)
     square = tl.sum(blocks * blocks, axis=2)
     total = tl.cumsum(square, axis=1)
-    before = tl.sqrt(total - square)
-    first = tl.arange(0, _STEPS)[None, :] == 0
-    aligned = tl.where(first, _FIRST_LOSSY * largest, _LOSSY * tl.maximum(largest, before))
-    error = tl.sum(aligned + tl.sqrt(total), axis=1) * _CUT
-    return tl.sqrt(tl.sum(square, axis=1)), error
+    return tl.maximum(largest, tl.sqrt(total - square)), tl.sqrt(total)
+
+
+@triton.jit
+def vector_terms(x, COUNT: tl.constexpr):
+    """``||x||`` and ``D(x)`` of ``[COUNT, 128]`` float64 E4M3 values (``docs/bound.md``)."""
+    reach, prefix = step_norms(x, COUNT)
+    step = tl.arange(0, _STEPS)[None, :]
+    error = tl.sum(tl.where(step == 0, _FIRST_LOSSY, _LOSSY) * reach + prefix, axis=1) * CUT
+    return tl.sum(tl.where(step == _STEPS - 1, prefix, 0.0), axis=1), error
+
+
+@triton.jit
+def harms(x, reach, lowered, raised, COUNT: tl.constexpr):
+    """What the cuts of each step can do wrong with a positive and with a negative key element, ``[4, 32]`` each.
+
+    ``lowered`` and ``raised`` ``[COUNT]``: factors of vectors whose dots do harm when they come out too small, or too
+    large. A positive product can only lower a dot, a negative one only raise it.
+    """
+    blocks = tl.reshape(x, (COUNT, _STEPS, _STEP_TERMS))
+    low = (lowered[:, None] * reach)[:, :, None]
+    high = (raised[:, None] * reach)[:, :, None]
+    positive = tl.sum(tl.where(blocks > 0, low, tl.where(blocks < 0, high, 0.0)), axis=0)
+    negative = tl.sum(tl.where(blocks < 0, low, tl.where(blocks > 0, high, 0.0)), axis=0)
+    return positive, negative
+
+
+@triton.jit
+def later_steps(reach, prefix):
+    """What a vector's dot can lose beside its products: the accumulator's cuts and the output's, ``[COUNT]``."""
+    step = tl.arange(0, _STEPS)[None, :]
+    return tl.sum(tl.where(step == 0, 0.0, reach) + prefix, axis=1)
 
 
 @triton.jit

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from dosa_gpu.kernels.head_terms import decode, vector_terms
+from dosa_gpu.kernels.head_terms import CUT, decode, harms, later_steps, step_norms, vector_terms
 from dosa_ref import spec
 
 NON_FINITE = 1
@@ -86,9 +86,10 @@ def _row_bound_kernel(
 
     # Retained heads one by one: their column, their coefficient, and their part of every projection.
     residual = x
+    # Factors of the heads whose computed dot does harm when it comes out too small.
+    lowered = multiplier
     zero = tl.sum(share * 0.0, axis=0)
     column_sum = zero
-    projected_dot = zero
     projected_magnitude = zero
     for slot in range(COLUMNS - 1):
         head = tl.load(head_ptr + row * SLOTS + slot)
@@ -103,17 +104,17 @@ def _row_bound_kernel(
         own = tl.sum(tl.where(tl.arange(0, HEADS) == head, w, 0.0), axis=0)
         coefficient = round_up(own + projected)
         tl.store(coefficient_ptr + row * COLUMNS + slot, coefficient)
-        own_error = tl.load(error_ptr + place)
-        own_magnitude = tl.load(norm_ptr + place) + own_error
+        own_magnitude = tl.load(norm_ptr + place) + tl.load(error_ptr + place)
         column_sum += tl.abs(coefficient.to(tl.float64)) * own_magnitude
-        projected_dot += projected * own_error
+        lowered += tl.where(tl.arange(0, HEADS) == head, projected, 0.0)
         projected_magnitude += projected * own_magnitude
 
     # The linear column: half of the residuals, less the negative heads without a column.
     residual = share[:, None] * residual
     vector = tl.sum(residual, axis=0) / 2.0 - tl.sum(multiplier[:, None] * x, axis=0)
     y, value, scale, rest, rest_square = _round_to_fp8(vector)
-    y_norm, y_error = vector_terms(tl.reshape(value, (1, 128)), 1)
+    line = tl.reshape(value, (1, 128))
+    y_norm, y_error = vector_terms(line, 1)
     y_error = tl.sum(y_error, axis=0)
     last = row * COLUMNS + COLUMNS - 1
     tl.store(column_ptr + last * 128 + depth, y)
@@ -125,15 +126,22 @@ def _row_bound_kernel(
     along = tl.sum(tl.abs(tl.sum(residual * rest[None, :], axis=1)), axis=0)
     rho = tl.sqrt(tl.sum(tl.sum(tl.abs(gram), axis=1), axis=0) / 4.0 + along + rest_square)
 
+    # Dots: each vector's own error, or what all of them can do wrong with one sign per key element.
+    alone = tl.sum((share + lowered) * error, axis=0) + scale * y_error
+    # Read again: kept in registers since the first time it would spill.
+    x = decode(tl.load(code_ptr + heads[:, None] * 128 + depth[None, :]))
+    reach, prefix = step_norms(x, HEADS)
+    positive, negative = harms(x, reach, lowered, share, HEADS)
+    others = tl.sum((share + lowered) * later_steps(reach, prefix), axis=0)
+    reach, prefix = step_norms(line, 1)
+    only = tl.full((1,), 1.0, dtype=tl.float64) * scale
+    line_positive, line_negative = harms(line, reach, only, only * 0.0, 1)
+    others += tl.sum(only * later_steps(reach, prefix), axis=0)
+    worse = tl.maximum(positive + line_positive, negative + line_negative)
+    joint = (tl.sum(tl.sum(worse, axis=1), axis=0) + others) * CUT
+
     head_sum = tl.sum(tl.abs(w) * (norm + error), axis=0)
-    terms = (
-        rho
-        + tl.sum(share * error, axis=0)
-        + projected_dot
-        + tl.sum(multiplier * error, axis=0)
-        + scale * y_error
-        + _HEAD_ULPS * head_sum
-    )
+    terms = rho + tl.minimum(alone, joint) + _HEAD_ULPS * head_sum
     terms += _BOUND_ULPS * (column_sum + terms)
     terms += _FLOAT64_SLACK * (head_sum + column_sum + terms + projected_magnitude)
     slack = round_up((terms + _FLOOR) * _OUTWARD)
