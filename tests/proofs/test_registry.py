@@ -95,10 +95,6 @@ def test_the_gate_demands_what_the_pruned_path_rests_on():
         "decode_threshold",
         "shard_indices",
         "distinct_seeds",
-        # The kernels sum the D of each vector instead.
-        "signed_loss",
-        "signed_step",
-        "shared_signs",
     }
     assert demanded == tuple(lemma.id for lemma in LEMMAS if lemma.id not in elsewhere)
 
