@@ -441,6 +441,25 @@ def test_outward_rounding_is_the_float32_product(raw, evaluate, bits):
     assert Fraction(float(grown)) == rounded * scale * Fraction(2) ** spec.OUTWARD_LOG2
 
 
+@settings(max_examples=60, deadline=None)
+@given(q=CODES, k=CODES)
+def test_products_of_one_sign_err_in_one_direction(q, k, evaluate):
+    # signed_loss: cuts are towards zero, whatever the step's exponent is.
+    text = get_lemma("signed_loss").formula().claim.text
+    for sign in (0, 0x80):
+        left = np.array([code & 0x7F for code in q] * 4, np.uint8)
+        right = np.array([code & 0x7F | sign for code in k] * 4, np.uint8)
+        exact = sum(
+            (Fraction(a) * Fraction(b) for a, b in zip(e4m3_float64(left).tolist(), e4m3_float64(right).tolist())),
+            Fraction(0),
+        )
+        computed = Fraction(float(dot_scalar(left, right)))
+        assert computed >= exact if sign else computed <= exact
+        # The whole dot as one term: its sign tells which way it may err.
+        whole = {"product": exact, "cut": computed, "unit": abs(exact - computed)}
+        assert evaluate(text, {**whole, **dict.fromkeys(("total", "exact", "raised", "lowered"), Fraction(0))})
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The guard
 
