@@ -46,6 +46,9 @@ ACTIVE_SHARE: Final = 0.5
 """The published recipe aggregates negative heads that are active on this share of the winners."""
 ABLATION_COLUMNS: Final = {32: 12, 64: 20}
 CONTROL_KEYS: Final = 16384
+LONG_KEYS: Final = 65536
+LONG_SHARE: Final = 0.3
+"""2048 of a million keys are 0.2 %; so many last keys of such a trace with less than this, in percent, stand for it."""
 SHARED: Final = ((64, 32), (128, 64))
 """Shared vectors, and the rows of the block that shares them."""
 
@@ -478,6 +481,7 @@ def page(records: Mapping[str, Mapping[str, Any]]) -> str:
         budgets=COLUMNS,
         ablation_columns=ABLATION_COLUMNS,
         ablations=list(ABLATIONS),
+        targets=_targets(cases),
         mean=_mean,
         worst=_worst,
         gain=_gain,
@@ -491,6 +495,22 @@ def _mean(case: Mapping[str, Any], variant: str, columns: int) -> float:
 
 def _worst(case: Mapping[str, Any], variant: str, columns: int) -> float:
     return float(max(case["survivors"][variant][str(columns)]))
+
+
+def _targets(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Mean survivors of the recipe where the top K is as small a share as 2048 of a million keys, layer 0 apart."""
+    found = []
+    for num_heads, columns in ABLATION_COLUMNS.items():
+        fitting = [
+            c for c in cases if c["num_heads"] == num_heads and c["keys"] >= LONG_KEYS and c["top_share"] < LONG_SHARE
+        ]
+        for first in (False, True):
+            layer = [c for c in fitting if ("layer00" in c["trace"]) == first]
+            if layer:
+                kept = float(np.mean([_mean(case, "recipe", columns) for case in layer]))
+                names = sorted({case["trace"] for case in layer})
+                found.append({"num_heads": num_heads, "columns": columns, "traces": names, "survivors": kept})
+    return found
 
 
 def _gain(cases: Sequence[Mapping[str, Any]], over: str, variant: str, columns: int) -> float:
