@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from dosa_gpu.machine_code import ptx_faults, sass, sass_faults
-from dosa_gpu.plan import GPU_TILE_KEYS, SUPPORTED_COLUMNS
+from dosa_gpu.plan import GPU_TILE_KEYS
 from dosa_ref.spec import SM90_NUM_HEADS
 
 _POINTERS = {
@@ -30,15 +30,17 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
     for heads in SM90_NUM_HEADS:
         shape = {"HEADS": heads, "QUERIES": score.TILE_COLUMNS // heads, "KEYS": GPU_TILE_KEYS}
         for bits in (False, True):
-            constants = {**shape, "PER_PROGRAM": score.KEYS_PER_PROGRAM, "BITS": bits}
-            yield f"score H={heads} {'bits' if bits else 'logits'}", score._score_kernel, constants, score.OPTIONS
+            options = score.BITS_OPTIONS[heads] if bits else score.OPTIONS
+            name = f"score H={heads} {'bits' if bits else 'logits'}"
+            yield name, score._score_kernel, {**shape, "BITS": bits}, options
         constants = {**shape, "PER_PROGRAM": GPU_TILE_KEYS * score_lists.TILES_PER_PROGRAM}
         yield f"score lists H={heads}", score_lists._score_lists_kernel, constants, score_lists.OPTIONS
         constants = {"HEADS": heads, "KEYS": GPU_TILE_KEYS, "PER_PROGRAM": GPU_TILE_KEYS * rescore.TILES_PER_PROGRAM}
         yield f"rescore H={heads}", rescore._rescore_kernel, constants, rescore.OPTIONS
-    for columns in SUPPORTED_COLUMNS:
-        constants = {"COLUMNS": columns, "QUERIES": bound.queries_per_tile(columns), "KEYS": GPU_TILE_KEYS}
-        constants["PER_PROGRAM"] = bound.KEYS_PER_PROGRAM
+    for columns in bound.COLUMN_CHOICES:
+        first, more = bound.dot_columns(columns)
+        queries = bound.queries_per_tile(columns)
+        constants = {"COLUMNS": first, "MORE": more, "QUERIES": queries, "KEYS": GPU_TILE_KEYS}
         yield f"bound M={columns}", bound._bound_kernel, constants, bound.OPTIONS
 
 

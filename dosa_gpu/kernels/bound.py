@@ -1,12 +1,15 @@
 """Bound pass: one "may be in the top K" bit for every visible (row, key) pair of a key chunk.
 
-``U = k_scale * (sum_j c_j psi_j + slack * norm)`` with ``psi_j = max(dot_j, floor_j)`` (floor 0 for a relu column, -Inf
-for a linear one). The key is skipped only if ``U < tau`` holds; a NaN ``U`` keeps it. See ``docs/bound.md``.
+``U = k_scale * (sum_j c_j psi_j + slack * norm)`` with ``psi_j = max(dot_j, 0)``; a row's last column may have another
+floor than 0: -Inf makes it linear. The key is skipped only if ``U < tau`` holds; a NaN ``U`` keeps it. See
+``docs/bound.md``.
 """
 
 import triton
 import triton.language as tl
 
+from dosa_gpu.kernels.score import keys_per_program
+from dosa_gpu.kernels.words import key_bit, key_order, store_words
 from dosa_gpu.machine_code import require_tensor_core_chain
 from dosa_gpu.plan import tile_keys
 
@@ -36,6 +39,9 @@ LEMMAS = (
     "accumulator_magnitude",
     "dot_error",
     "dot_error_total",
+    "signed_loss",
+    "signed_step",
+    "shared_signs",
     "dot_magnitude",
     "computed_dots",
     "nearest_even",
@@ -75,7 +81,6 @@ LEMMAS = (
     "kernel_offsets",
     "row_products",
     "survivor_bits",
-    "distinct_seeds",
     "stride_seeds",
     "disjoint_seeds",
     "tie_rank",
@@ -83,41 +88,104 @@ LEMMAS = (
 """What the pruned path rests on; ``dosa_gpu.gate`` demands every one of them."""
 
 TILE_COLUMNS = 128
-KEYS_PER_PROGRAM = 4096
+"""Columns of one dot."""
+COLUMN_CHOICES = (8, 12, 16, 20, 24, 32)
+"""Columns per row that there are tiles for."""
+KEYS_PER_PROGRAM = 8192
 LANES = 4
 """Lanes of a quad that share a row of the accumulator; one query's columns sit in one lane."""
 
+OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
+"""Compiler options. Fusion of products and sums is written out."""
+
+
+def dot_columns(columns: int) -> tuple[int, int]:
+    """Columns per row of the two dots of a tile. A dot's width is a power of two; the second may be empty."""
+    first = 1 << (columns.bit_length() - 1)
+    return first, columns - first
+
 
 def queries_per_tile(columns: int) -> int:
-    """Rows whose ``columns`` columns fill one tile."""
-    return TILE_COLUMNS // columns
+    """Rows whose first columns fill one dot."""
+    return TILE_COLUMNS // dot_columns(columns)[0]
 
 
 def column_order(columns: int) -> list[tuple[int, int]]:
-    """(query in the tile, column of that query) for each of the tile's 128 columns.
+    """(query in the tile, column of that query) for each of the tile's columns, those of the first dot first.
 
-    Tile column ``((group * columns / 2 + half) * 4 + lane) * 2 + parity`` holds column ``2 * half + parity`` of query
-    ``group * 4 + lane``: the tensor core gives one thread the columns ``8 j + 2 lane + parity``, so a query's columns
-    are added inside one thread.
+    Column ``((group * width / 2 + half) * 4 + lane) * 2 + parity`` of a dot with ``width`` columns per query holds
+    column ``2 * half + parity`` of query ``group * 4 + lane``: the tensor core gives one thread the columns
+    ``8 j + 2 lane + parity``, so a query's columns are added inside one thread.
     """
-    return [
-        (group * LANES + lane, 2 * half + parity)
-        for group in range(TILE_COLUMNS // (columns * LANES))
-        for half in range(columns // 2)
-        for lane in range(LANES)
-        for parity in range(2)
-    ]
+    queries = queries_per_tile(columns)
+    order = []
+    before = 0
+    for width in dot_columns(columns):
+        order += [
+            (group * LANES + lane, before + 2 * half + parity)
+            for group in range(queries // LANES)
+            for half in range(width // 2)
+            for lane in range(LANES)
+            for parity in range(2)
+        ]
+        before += width
+    return order
 
 
-OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
-"""Compiler options: fp fusion off, since the contract says which products are fused."""
+@triton.jit
+def _by_query(x, ROWS: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr):
+    """``[ROWS, QUERIES, COLUMNS]`` from columns in ``column_order``."""
+    x = tl.reshape(x, (ROWS, QUERIES // 4, COLUMNS // 2, 4, 2))
+    return tl.reshape(tl.permute(x, (0, 1, 3, 2, 4)), (ROWS, QUERIES, COLUMNS))
+
+
+@triton.jit
+def _add_columns(
+    dot, coefficient, last_floor, total,
+    KEYS: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+):  # fmt: skip
+    """``total + sum c max(dot, floor)`` over the columns ``[.., COLUMNS]``, one after another; ``FIRST``: no total yet.
+
+    Halves are taken apart down to single columns, which costs nothing: they lie in registers of their own.
+    """
+    if COLUMNS == 1:
+        dot = tl.reshape(dot, (KEYS, QUERIES))
+        coefficient = tl.broadcast_to(tl.reshape(coefficient, (1, QUERIES)), dot.shape)
+        psi = tl.maximum(dot, tl.broadcast_to(last_floor[None, :], dot.shape)) if LAST else tl.maximum(dot, 0.0)
+        return psi * coefficient if FIRST else tl.fma(psi, coefficient, total)
+    else:
+        HALF: tl.constexpr = COLUMNS // 2
+        dot_low, dot_high = tl.split(tl.permute(tl.reshape(dot, (KEYS, QUERIES, 2, HALF)), (0, 1, 3, 2)))
+        low, high = tl.split(tl.permute(tl.reshape(coefficient, (1, QUERIES, 2, HALF)), (0, 1, 3, 2)))
+        total = _add_columns(dot_low, low, last_floor, total, KEYS, QUERIES, HALF, FIRST, False)
+        return _add_columns(dot_high, high, last_floor, total, KEYS, QUERIES, HALF, False, LAST)
+
+
+@triton.jit
+def _below_tau(
+    k_ptr, norm_ptr, scale_ptr, keys, chunk_end, column, coefficient, more_column, more_coefficient, last_floor, slack,
+    tau, KEYS: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr, MORE: tl.constexpr,
+):  # fmt: skip
+    """``U < tau``, bool ``[KEYS, QUERIES]``; False for a NaN."""
+    safe_keys = tl.minimum(keys, chunk_end - 1)
+    k = tl.load(k_ptr + safe_keys.to(tl.int64)[:, None] * 128 + tl.arange(0, 128)[None, :])
+    norm = tl.load(norm_ptr + safe_keys)
+    scale = tl.load(scale_ptr + safe_keys)
+    dot = _by_query(tl.dot(k, tl.trans(column)), KEYS, QUERIES, COLUMNS)
+    total = _add_columns(dot, coefficient, last_floor, 0.0, KEYS, QUERIES, COLUMNS, True, MORE == 0)
+    if MORE > 0:
+        dot = _by_query(tl.dot(k, tl.trans(more_column)), KEYS, QUERIES, MORE)
+        total = _add_columns(dot, more_coefficient, last_floor, total, KEYS, QUERIES, MORE, False, True)
+    # The norm comes last: it is still on its way when the dot is done.
+    total = tl.fma(tl.broadcast_to(slack[None, :], total.shape), tl.broadcast_to(norm[:, None], total.shape), total)
+    return total * scale[:, None] < tau[None, :]
 
 
 @triton.jit
 def _bound_kernel(
-    column_ptr,  # [tiles * 128, 128] e4m3, in column_order
-    coefficient_ptr,  # [tiles * 128] f32
-    floor_ptr,  # [tiles * 128] f32, 0 or -Inf
+    column_ptr,  # [tiles * QUERIES * (COLUMNS + MORE), 128] e4m3, in column_order
+    coefficient_ptr,  # beside column, f32
+    floor_ptr,  # beside column, f32; read at each row's last column
     slack_ptr,  # [rows] f32
     tau_ptr,  # [rows] f32
     k_ptr,  # [num_keys, 128] e4m3
@@ -130,52 +198,61 @@ def _bound_kernel(
     chunk_start,
     chunk_end,
     out_stride,
+    per_program,  # keys, a multiple of 2 * KEYS
     COLUMNS: tl.constexpr,
+    MORE: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    PER_PROGRAM: tl.constexpr,
 ):
-    WIDTH: tl.constexpr = COLUMNS * QUERIES
-    GROUPS: tl.constexpr = QUERIES // 4
-    rows = tl.program_id(0) * QUERIES + tl.arange(0, QUERIES)
+    SPAN: tl.constexpr = 2 * KEYS
+    query = tl.arange(0, QUERIES)
+    rows = tl.program_id(0) * QUERIES + query
     row_ok = rows < num_rows
     safe_rows = tl.minimum(rows, num_rows - 1)
     ks = tl.load(ks_ptr + safe_rows)
     ke = tl.where(row_ok, tl.load(ke_ptr + safe_rows), 0)
     slack = tl.load(slack_ptr + safe_rows)
     tau = tl.load(tau_ptr + safe_rows)
-    place = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     depth = tl.arange(0, 128)
+    base = tl.program_id(0) * (QUERIES * (COLUMNS + MORE))
+    place = base + tl.arange(0, QUERIES * COLUMNS)
     column = tl.load(column_ptr + place.to(tl.int64)[:, None] * 128 + depth[None, :])
-    coefficient = tl.load(coefficient_ptr + place)
-    floor = tl.load(floor_ptr + place)
-    start = chunk_start + tl.program_id(1) * PER_PROGRAM
-    end = tl.minimum(start + PER_PROGRAM, chunk_end)
+    coefficient = _by_query(tl.load(coefficient_ptr + place), 1, QUERIES, COLUMNS)
+    more_column = column
+    more_coefficient = coefficient
+    last_place = base + query // 4 * (COLUMNS * 4) + (COLUMNS // 2 - 1) * 8 + query % 4 * 2 + 1
+    if MORE > 0:
+        base += QUERIES * COLUMNS
+        place = base + tl.arange(0, QUERIES * MORE)
+        more_column = tl.load(column_ptr + place.to(tl.int64)[:, None] * 128 + depth[None, :])
+        more_coefficient = _by_query(tl.load(coefficient_ptr + place), 1, QUERIES, MORE)
+        last_place = base + query // 4 * (MORE * 4) + (MORE // 2 - 1) * 8 + query % 4 * 2 + 1
+    last_floor = tl.load(floor_ptr + last_place)
+    start = chunk_start + tl.program_id(1) * per_program
+    end = tl.minimum(start + per_program, chunk_end)
     first_visible = tl.min(tl.where(row_ok, ks, chunk_end), axis=0)
-    start = tl.maximum(start, chunk_start + (tl.maximum(first_visible, chunk_start) - chunk_start) // KEYS * KEYS)
+    start = tl.maximum(start, chunk_start + (tl.maximum(first_visible, chunk_start) - chunk_start) // SPAN * SPAN)
     end = tl.minimum(end, tl.max(ke, axis=0))
-    for tile in tl.range(start, end, KEYS):
-        keys = tile + tl.arange(0, KEYS)
-        safe_keys = tl.minimum(keys, chunk_end - 1)
-        k = tl.load(k_ptr + safe_keys.to(tl.int64)[:, None] * 128 + depth[None, :])
-        norm = tl.load(norm_ptr + safe_keys)
-        scale = tl.load(scale_ptr + safe_keys)
-        dot = tl.dot(k, tl.trans(column))
-        term = tl.maximum(dot, floor[None, :]) * coefficient[None, :]
-        term = tl.reshape(term, (KEYS, GROUPS, COLUMNS // 2, 4, 2))
-        total = tl.reshape(tl.sum(tl.sum(term, axis=4), axis=2), (KEYS, QUERIES))
-        bound = tl.fma(tl.broadcast_to(slack[None, :], total.shape), tl.broadcast_to(norm[:, None], total.shape), total)
-        bound = bound * scale[:, None]
-        visible = (keys[:, None] >= ks[None, :]) & (keys[:, None] < ke[None, :]) & (keys < chunk_end)[:, None]
-        # "not below" rather than "at least": a NaN bound keeps the key.
-        below = bound < tau[None, :]
-        keep = tl.where(visible & (below == 0), 1, 0)
-        bit = tl.reshape(1 << tl.arange(0, 32), (1, 32, 1))
-        words = tl.sum(tl.reshape(keep, (KEYS // 32, 32, QUERIES)) * bit, axis=1)
-        word = (tile - chunk_start) // 32 + tl.arange(0, KEYS // 32)
-        # The last tile may reach beyond the chunk's words.
-        inside = (word * 32 < chunk_end - chunk_start)[:, None] & row_ok[None, :]
-        tl.store(out_ptr + rows.to(tl.int64)[None, :] * out_stride + word[:, None], words, mask=inside)
+    all_start = tl.max(ks, axis=0)
+    all_end = tl.minimum(tl.min(ke, axis=0), chunk_end)
+    order = key_order(KEYS)
+    bit = key_bit(KEYS)
+    for span in tl.range(start, end, SPAN):
+        below = _below_tau(
+            k_ptr, norm_ptr, scale_ptr, span + order, chunk_end, column, coefficient, more_column, more_coefficient,
+            last_floor, slack, tau, KEYS, QUERIES, COLUMNS, MORE,
+        )  # fmt: skip
+        bits = tl.where(below, 0, bit)
+        below = _below_tau(
+            k_ptr, norm_ptr, scale_ptr, span + 16 + order, chunk_end, column, coefficient, more_column,
+            more_coefficient, last_floor, slack, tau, KEYS, QUERIES, COLUMNS, MORE,
+        )  # fmt: skip
+        bits += tl.where(below, 0, bit << 16)
+        all_visible = (span >= all_start) & (span + SPAN <= all_end)
+        store_words(
+            bits, out_ptr, out_stride, rows, num_rows, ks_ptr, ke_ptr, span, chunk_start, chunk_end, all_visible,
+            KEYS, QUERIES,
+        )  # fmt: skip
 
 
 def launch_bound(
@@ -184,26 +261,31 @@ def launch_bound(
     """Write the survivor bits of the keys ``[chunk_start, chunk_end)``.
 
     Args:
-        column: ``[tiles * 128, 128]`` float8_e4m3fn, the rows' columns in ``column_order``.
-        coefficient, floor: ``[tiles * 128]`` float32, beside ``column``.
+        column: ``[tiles * queries_per_tile * columns, 128]`` float8_e4m3fn, the rows' columns in ``column_order``.
+        coefficient: float32, beside ``column``.
+        floor: float32, beside ``column``, read at each row's last column only: -Inf if it is linear, else 0. The
+            other columns are relu columns.
         slack, tau: ``[rows]`` float32.
         k: ``[num_keys, 128]`` float8_e4m3fn.
         norm, scale: ``[num_keys]`` float32, from ``launch_key_norms``.
         ks, ke: ``[rows]`` int32.
         out: ``[rows, >= ceil(chunk / 32)]`` int32; bit ``i % 32`` of word ``i // 32`` is key ``chunk_start + i``.
             Inside a row's window every word is written, with 0 for keys outside the window.
-        columns: columns per row; 8, 16 or 32.
+        columns: columns per row, one of ``COLUMN_CHOICES``.
         chunk_start, chunk_end: the chunk, in key columns.
 
     Exactness: enclosure; a cleared bit inside the window proves ``score < tau``.
     """
     num_rows = slack.shape[0]
     queries = queries_per_tile(columns)
-    compiled = _bound_kernel[(triton.cdiv(num_rows, queries), triton.cdiv(chunk_end - chunk_start, KEYS_PER_PROGRAM))](
+    first, more = dot_columns(columns)
+    keys = tile_keys(k.device.type, chunk_end - chunk_start)
+    tiles = triton.cdiv(num_rows, queries)
+    per_program = keys_per_program(tiles, chunk_end - chunk_start, 2 * keys, KEYS_PER_PROGRAM)
+    compiled = _bound_kernel[(tiles, triton.cdiv(chunk_end - chunk_start, per_program))](
         column, coefficient, floor, slack, tau, k, norm, scale, ks, ke, out,
-        num_rows, chunk_start, chunk_end, out.stride(0),
-        COLUMNS=columns, QUERIES=queries, KEYS=tile_keys(k.device.type, chunk_end - chunk_start),
-        PER_PROGRAM=KEYS_PER_PROGRAM,
+        num_rows, chunk_start, chunk_end, out.stride(0), per_program,
+        COLUMNS=first, MORE=more, QUERIES=queries, KEYS=keys,
         **OPTIONS,
     )  # fmt: skip
     require_tensor_core_chain(compiled)

@@ -5,14 +5,44 @@ import triton
 import triton.language as tl
 
 from dosa_gpu.kernels.combine_heads import combine_heads
+from dosa_gpu.kernels.words import key_bit, key_order, store_words
 from dosa_gpu.machine_code import require_tensor_core_chain
 from dosa_gpu.plan import tile_keys
 
 TILE_COLUMNS = 128
-KEYS_PER_PROGRAM = 2048
+KEYS_PER_PROGRAM = 8192
+PROGRAMS = 1024
+"""Programs that keep a GPU busy. With fewer tiles of rows a program gets fewer keys."""
 
 OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
 """Compiler options: fp fusion off, since the contract says which products are fused."""
+BITS_OPTIONS = {heads: {**OPTIONS, "maxnreg": registers} for heads, registers in ((32, 168), (64, 128))}
+"""The same with one bit per pair out: as many registers as leave room for three (four) programs at once."""
+
+
+def keys_per_program(tiles: int, span: int, step: int, most: int) -> int:
+    """Keys of one program, a power of two times ``step``: the most that still gives ``PROGRAMS`` programs, if any does.
+
+    Args:
+        tiles: tiles of rows; each is a program of its own.
+        span: keys of the launch.
+        step: keys of one turn of the kernel's loop.
+        most: upper limit, at least ``step``.
+    """
+    keys = step
+    while 2 * keys <= most and tiles * triton.cdiv(span, 2 * keys) >= PROGRAMS:
+        keys *= 2
+    return keys
+
+
+@triton.jit
+def _scores(
+    q, weight, k_ptr, k_scale_ptr, keys, chunk_end, KEYS: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr
+):
+    safe_keys = tl.minimum(keys, chunk_end - 1)
+    k = tl.load(k_ptr + safe_keys.to(tl.int64)[:, None] * 128 + tl.arange(0, 128)[None, :])
+    k_scale = tl.load(k_scale_ptr + safe_keys)
+    return combine_heads(tl.dot(k, tl.trans(q)), weight, k_scale, KEYS, QUERIES, HEADS)
 
 
 @triton.jit
@@ -29,13 +59,14 @@ def _score_kernel(
     chunk_start,
     chunk_end,
     out_stride,
+    per_program,  # keys, a multiple of KEYS, with BITS of 2 * KEYS
     HEADS: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    PER_PROGRAM: tl.constexpr,
     BITS: tl.constexpr,
 ):
     COLUMNS: tl.constexpr = QUERIES * HEADS
+    STEP: tl.constexpr = 2 * KEYS if BITS else KEYS
     first_row = tl.program_id(0) * QUERIES
     rows = first_row + tl.arange(0, QUERIES)
     row_ok = rows < num_rows
@@ -47,31 +78,33 @@ def _score_kernel(
     depth = tl.arange(0, 128)
     q = tl.load(q_ptr + columns.to(tl.int64)[:, None] * 128 + depth[None, :])
     weight = tl.load(weights_ptr + columns)
-    if BITS:
-        tau = tl.load(tau_ptr + safe_rows)
-    # Tiles start at multiples of KEYS from chunk_start, so that every 32-bit word belongs to one tile.
-    start = chunk_start + tl.program_id(1) * PER_PROGRAM
-    end = tl.minimum(start + PER_PROGRAM, chunk_end)
+    # Steps start at multiples of STEP from chunk_start, so that every 32-bit word belongs to one of them.
+    start = chunk_start + tl.program_id(1) * per_program
+    end = tl.minimum(start + per_program, chunk_end)
     first_visible = tl.min(tl.where(row_ok, ks, chunk_end), axis=0)
-    start = tl.maximum(start, chunk_start + (tl.maximum(first_visible, chunk_start) - chunk_start) // KEYS * KEYS)
+    start = tl.maximum(start, chunk_start + (tl.maximum(first_visible, chunk_start) - chunk_start) // STEP * STEP)
     end = tl.minimum(end, tl.max(ke, axis=0))
-    for tile in tl.range(start, end, KEYS):
-        keys = tile + tl.arange(0, KEYS)
-        safe_keys = tl.minimum(keys, chunk_end - 1)
-        k = tl.load(k_ptr + safe_keys.to(tl.int64)[:, None] * 128 + depth[None, :])
-        k_scale = tl.load(k_scale_ptr + safe_keys)
-        dot = tl.dot(k, tl.trans(q))
-        score = combine_heads(dot, weight, k_scale, KEYS, QUERIES, HEADS)
-        visible = (keys[:, None] >= ks[None, :]) & (keys[:, None] < ke[None, :]) & (keys < chunk_end)[:, None]
+    if BITS:
+        tau = tl.load(tau_ptr + safe_rows)[None, :]
+        all_start = tl.max(ks, axis=0)
+        all_end = tl.minimum(tl.min(ke, axis=0), chunk_end)
+        order = key_order(KEYS)
+        bit = key_bit(KEYS)
+    for tile in tl.range(start, end, STEP):
         if BITS:
-            keep = (visible & (score >= tau[None, :])).to(tl.int32)
-            bit = tl.reshape(1 << tl.arange(0, 32), (1, 32, 1))
-            words = tl.sum(tl.reshape(keep, (KEYS // 32, 32, QUERIES)) * bit, axis=1)
-            word = (tile - chunk_start) // 32 + tl.arange(0, KEYS // 32)
-            # The last tile may reach beyond the chunk's words.
-            inside = (word * 32 < chunk_end - chunk_start)[:, None] & row_ok[None, :]
-            tl.store(out_ptr + rows.to(tl.int64)[None, :] * out_stride + word[:, None], words, mask=inside)
+            score = _scores(q, weight, k_ptr, k_scale_ptr, tile + order, chunk_end, KEYS, QUERIES, HEADS)
+            bits = tl.where(score >= tau, bit, 0)
+            score = _scores(q, weight, k_ptr, k_scale_ptr, tile + 16 + order, chunk_end, KEYS, QUERIES, HEADS)
+            bits += tl.where(score >= tau, bit << 16, 0)
+            all_visible = (tile >= all_start) & (tile + STEP <= all_end)
+            store_words(
+                bits, out_ptr, out_stride, rows, num_rows, ks_ptr, ke_ptr, tile, chunk_start, chunk_end, all_visible,
+                KEYS, QUERIES,
+            )  # fmt: skip
         else:
+            keys = tile + tl.arange(0, KEYS)
+            score = _scores(q, weight, k_ptr, k_scale_ptr, keys, chunk_end, KEYS, QUERIES, HEADS)
+            visible = (keys[:, None] >= ks[None, :]) & (keys[:, None] < ke[None, :]) & (keys < chunk_end)[:, None]
             place = rows.to(tl.int64)[None, :] * out_stride + (keys - chunk_start)[:, None]
             tl.store(out_ptr + place, score, mask=visible)
 
@@ -88,18 +121,21 @@ def launch_score(q, k, k_scale, weights, ks, ke, tau, out, chunk_start: int, chu
         tau: ``[rows]`` float32; read only when ``out`` holds bits.
         out: float32 ``[rows, >= chunk]`` for logits, or int32 ``[rows, >= ceil(chunk / 32)]`` for one bit per key
             (bit ``i % 32`` of word ``i // 32``). Column 0 is key ``chunk_start``. Only tiles that meet the window of a
-            row in the tile's group are written; inside a row's window every logit (bit) is.
+            row in the tile's group are written; inside a row's window every logit is, and every word as a whole, with 0
+            for keys outside the window.
         chunk_start, chunk_end: the chunk, in key columns.
 
     Exactness: model of hardware, contract ``sm90``.
     """
     num_rows, num_heads, _ = q.shape
     queries = TILE_COLUMNS // num_heads
-    grid = (triton.cdiv(num_rows, queries), triton.cdiv(chunk_end - chunk_start, KEYS_PER_PROGRAM))
-    compiled = _score_kernel[grid](
-        q, k, k_scale, weights, ks, ke, tau, out, num_rows, chunk_start, chunk_end, out.stride(0),
-        HEADS=num_heads, QUERIES=queries, KEYS=tile_keys(k.device.type, chunk_end - chunk_start),
-        PER_PROGRAM=KEYS_PER_PROGRAM, BITS=out.dtype == torch.int32,
-        **OPTIONS,
+    bits = out.dtype == torch.int32
+    keys = tile_keys(k.device.type, chunk_end - chunk_start)
+    tiles = triton.cdiv(num_rows, queries)
+    per_program = keys_per_program(tiles, chunk_end - chunk_start, 2 * keys if bits else keys, KEYS_PER_PROGRAM)
+    compiled = _score_kernel[(tiles, triton.cdiv(chunk_end - chunk_start, per_program))](
+        q, k, k_scale, weights, ks, ke, tau, out, num_rows, chunk_start, chunk_end, out.stride(0), per_program,
+        HEADS=num_heads, QUERIES=queries, KEYS=keys, BITS=bits,
+        **(BITS_OPTIONS[num_heads] if bits else OPTIONS),
     )  # fmt: skip
     require_tensor_core_chain(compiled)

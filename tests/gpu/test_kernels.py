@@ -68,18 +68,23 @@ class TestScore:
         score.launch_score(*arguments, ks, ke, ke.float(), logits, 50, 120)
         same_bits(logits.cpu().numpy()[visible[:, 50:120]], want[:, 50:120][visible[:, 50:120]])
 
-    def test_bits_say_score_at_least_tau(self, scoring, device):
+    @pytest.mark.parametrize("same_windows", [False, True])
+    def test_bits_say_score_at_least_tau(self, scoring, device, same_windows):
         arguments, ks, ke, want, visible = scoring
+        if same_windows:
+            ks, ke = torch.full_like(ks, 9), torch.full_like(ke, 190)
+            visible = np.broadcast_to((np.arange(want.shape[1]) >= 9) & (np.arange(want.shape[1]) < 190), want.shape)
         # A score of each row as its tau: the comparison must keep equality.
         tau = np.array([np.nanmedian(row) for row in np.where(np.isfinite(want), want, np.nan)], np.float32)
         tau[0] = np.sort(want[0][np.isfinite(want[0])])[50]
         words = torch.full((len(ks), 7), CANARY, dtype=torch.int32, device=device)
         score.launch_score(*arguments, ks, ke, tensor(tau, device), words, 0, want.shape[1])
-        bits = (words.cpu().numpy()[:, :, None] >> np.arange(32)) & 1
-        got = bits.reshape(len(ks), -1)[:, : want.shape[1]]
-        for row in range(len(ks)):
-            inside = visible[row]
-            np.testing.assert_array_equal(got[row][inside], want[row][inside] >= tau[row])
+        got = ((words.cpu().numpy()[:, :, None] >> np.arange(32)) & 1).reshape(len(ks), -1)
+        # Words that meet the window of their row are written as a whole, with 0 outside the window.
+        padded = np.pad(visible, ((0, 0), (0, got.shape[1] - want.shape[1])))
+        keep = padded & np.pad(want >= tau[:, None], ((0, 0), (0, got.shape[1] - want.shape[1])))
+        met = np.repeat(padded.reshape(len(ks), 7, 32).any(-1), 32, axis=1)
+        np.testing.assert_array_equal(got[met], keep[met])
 
 
 class TestRescore:
@@ -408,7 +413,7 @@ class TestKeyNorms:
 
 class TestBound:
     def test_tile_order_places_each_column_of_each_query_once(self):
-        for columns in (8, 16, 32):
+        for columns in bound.COLUMN_CHOICES:
             order = bound.column_order(columns)
             assert sorted(order) == [(q, c) for q in range(bound.queries_per_tile(columns)) for c in range(columns)]
             # Lane (tile column // 2) % 4 of a quad must hold whole queries.
@@ -422,12 +427,10 @@ class TestBound:
         from dosa_gpu.pipeline import _tile_columns
 
         columns = torch.zeros(1, 8, 128)
-        columns[0, 0, 0], columns[0, 1, 0] = 2.0, 1.0
+        columns[0, 0, 0], columns[0, 7, 0] = 2.0, 1.0
         coefficients = torch.zeros(1, 8)
-        coefficients[0, 0], coefficients[0, 1] = 1.0, -0.5
-        linear = torch.zeros(1, 8, dtype=torch.bool)
-        linear[0, 1] = True
-        tiles = _tile_columns(columns.to(torch.float8_e4m3fn).to(device), coefficients.to(device), linear.to(device))
+        coefficients[0, 0], coefficients[0, 7] = 1.0, -0.5
+        tiles = _tile_columns(columns.to(torch.float8_e4m3fn).to(device), coefficients.to(device))
         k = torch.zeros(3, 128)
         k[:, 0] = torch.tensor([4.0, -4.0, 1.0])
         norm, scale = torch.tensor([4.0, 4.0, float("inf")]), torch.tensor([2.0, 2.0, 1.0])
@@ -438,3 +441,46 @@ class TestBound:
             parts = (torch.tensor([3.0]), torch.tensor([tau]), k.to(torch.float8_e4m3fn), norm, scale, ks, ke)
             bound.launch_bound(*tiles, *(part.to(device) for part in parts), words, 8, 0, 3)
             assert words[0, 0].item() == want
+
+    @pytest.mark.parametrize("linear", [False, True])
+    @pytest.mark.parametrize("columns", bound.COLUMN_CHOICES)
+    def test_bits_of_small_integers_are_exact(self, random, device, columns, linear):
+        # Every product, sum and bound is an integer below 2^13: no rounding anywhere, whatever the order.
+        rows, keys, start, end = 2 * bound.queries_per_tile(columns) + 3, 330, 21, 311
+        vectors = random.integers(-1, 2, (rows, columns, 128)) * (random.random((rows, columns, 128)) < 0.2)
+        k = random.integers(-1, 2, (keys, 128))
+        coefficient, slack = random.integers(-2, 3, (rows, columns)), random.integers(0, 3, rows)
+        norm, scale = random.integers(0, 9, keys).astype(np.float32), 2.0 ** random.integers(-2, 3, keys)
+        psi = np.einsum("rcd,kd->rck", vectors, k)
+        psi[:, : columns - linear] = psi[:, : columns - linear].clip(0)
+        exact = scale * (np.einsum("rc,rck->rk", coefficient, psi) + slack[:, None] * norm)
+        # A bound that occurs is each row's tau: equality must keep the key.
+        tau = np.sort(exact, axis=1)[np.arange(rows), random.integers(0, keys, rows)]
+        norm[random.random(keys) < 0.1] = np.inf
+        keep = ~(exact < tau[:, None]) | np.isinf(norm)
+        order = np.array(bound.column_order(columns))
+        queries = bound.queries_per_tile(columns)
+        # The rows of the first tile see the same keys: its inner spans need no mask, its outer ones do.
+        ks, ke = random.integers(0, 330, (2, rows))
+        ks[: queries + 4] = [30] * queries + [0, 21, 100, 64]
+        ke[: queries + 4] = [300] * queries + [330, 311, 100, 65]
+        place = (np.arange(-(-rows // queries))[:, None] * queries + order[:, 0]).ravel()
+        inside, place = place < rows, np.minimum(place, rows - 1)
+        column = np.tile(order[:, 1], -(-rows // queries))
+        floor = np.where(linear & (column == columns - 1), -np.inf, 0.0)
+        words = torch.full((rows, 11), CANARY, dtype=torch.int32, device=device)
+        bound.launch_bound(
+            tensor((vectors[place, column] * inside[:, None]).astype(np.float32), device).to(torch.float8_e4m3fn),
+            *(tensor(part.astype(np.float32), device) for part in (coefficient[place, column], floor, slack, tau)),
+            tensor(k.astype(np.float32), device).to(torch.float8_e4m3fn),
+            tensor(norm, device), tensor(scale.astype(np.float32), device),
+            *(tensor(part.astype(np.int32), device) for part in (ks, ke)), words, columns, start, end,
+        )  # fmt: skip
+        bits = (words.cpu().numpy()[:, :, None] >> np.arange(32)) & 1
+        key = start + np.arange(11 * 32)
+        visible = (key >= ks[:, None]) & (key < np.minimum(ke, end)[:, None])
+        want = visible & np.pad(keep[:, start:], ((0, 0), (0, len(key) + start - keys)))
+        # Words that meet the window of their row are written as a whole.
+        met = np.repeat(visible.reshape(rows, 11, 32).any(-1), 32, axis=1)
+        np.testing.assert_array_equal(bits.reshape(rows, -1)[met], want[met])
+        assert (words[:, 10] == CANARY).all()

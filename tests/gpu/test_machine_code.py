@@ -83,12 +83,15 @@ def test_every_scoring_kernel_is_a_chain_of_tensor_core_steps(version):
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert done.returncode == 0, done.stdout + done.stderr
     assert {record["triton"] for record in records} == {version if version == "3.6.0" else installed_triton()}
-    assert len(records) == 11
+    assert len(records) == 14
     for record in records:
         counts = record["counts"]
         assert record["faults"] == []
-        # One dot of 128 dimensions a tile: four steps. (A 64-key tile is one instruction row.)
-        assert (counts["QGMMA"], counts["HMMA"]) == (4, 0), record
+        # One dot of 128 dimensions: four steps. (A 64-key tile is one instruction row.) Words need two tiles; columns
+        # that are no power of two need two dots.
+        tiles = 2 if "bits" in record["kernel"] or "bound" in record["kernel"] else 1
+        dots = 2 if record["kernel"] in ("bound M=12", "bound M=20", "bound M=24") else 1
+        assert (counts["QGMMA"], counts["HMMA"]) == (4 * tiles * dots, 0), record
     # The contract's roundings per (key, query, lane) and nothing else: 2 products and 2 (J - 1) fused ones, then
     # even + odd, times k_scale, and two additions across lanes.
     for record in records:
@@ -96,7 +99,7 @@ def test_every_scoring_kernel_is_a_chain_of_tensor_core_steps(version):
             continue
         heads = 32 if "H=32" in record["kernel"] else 64
         queries = 1 if record["kernel"].startswith("rescore") else 128 // heads
-        triples = 64 * queries * 4 // 128
+        triples = 64 * queries * 4 // 128 * (2 if "bits" in record["kernel"] else 1)
         want = {"FADD": 3 * triples, "FMUL": 3 * triples, "FFMA": 2 * (heads // 8 - 1) * triples}
         assert {name: record["counts"][name] for name in want} == want, record
 
@@ -147,3 +150,18 @@ def test_the_run_time_check_refuses_and_remembers():
         with pytest.raises(UnsupportedConfiguration, match=fault):
             machine_code.require_tensor_core_chain(Compiled("\n".join(lines)))
     machine_code.require_tensor_core_chain(None)  # the interpreter returns nothing; the emulator models the chain
+
+
+@pytest.mark.parametrize(
+    ("line", "faulty"),
+    [
+        ("FFMA R90, R88, R1, R2", False),  # the epilogue of another tile
+        ("FFMA R90, R87.reuse, R1, R2", True),  # reads the accumulator's last register
+        ("FADD R24, R1, R2", True),  # writes its first
+        ("FMUL R23, R1, R2", False),
+    ],
+)
+def test_arithmetic_beside_a_chain_may_not_touch_its_accumulator(line, faulty):
+    steps = [f"QGMMA.64x128x32.F32.E4M3.E4M3 R24, gdesc[UR16], {added}" for added in ("RZ, !UPT", "R24", "R24", "R24")]
+    faults = machine_code.sass_faults("\n".join([*steps[:2], line, *steps[2:]]))
+    assert faults == (["float32 arithmetic inside a chain"] if faulty else [])
