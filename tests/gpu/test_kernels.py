@@ -271,6 +271,9 @@ def long_rows(random, kind, shape):
             return np.where(random.random(shape) < 0.05, random.normal(size=shape), 0.0).astype(np.float32)
         case "late winners":
             return np.where(np.arange(shape[-1]) < shape[-1] - 400, -np.inf, random.integers(0, 99, shape)).astype("f4")
+        case "one step above":
+            late = (np.arange(shape[-1]) >= shape[-1] // 2) & (random.random(shape) < 0.1)
+            return np.where(late, np.nextafter(np.float32(1.5), np.float32(2)), np.float32(1.5))
         case "fair" | "misleading":
             return random.normal(size=shape).astype(np.float32)
         case "subnormals":
@@ -280,25 +283,49 @@ def long_rows(random, kind, shape):
             return score_rows(random, kind, shape)
 
 
-LONG_KINDS = ["ascending", "descending", "flood of zeros", "late winners", "subnormals", "neighbours", "specials"]
+LONG_KINDS = [
+    "ascending", "descending", "flood of zeros", "late winners", "one step above", "subnormals",
+    "neighbours", "specials",
+]  # fmt: skip
 
 
 class TestLongRows:
     """Buffers that are cut several times, parts of rows, more rows than programs, ``tau``, rows at any pitch."""
 
-    @pytest.mark.parametrize("kind", LONG_KINDS)
-    @pytest.mark.parametrize(("rows", "wanted", "pitch", "listed"), [(1, 300, 0, False), (3, 40, 1, True)])
+    @pytest.mark.parametrize(
+        ("kind", "rows", "wanted", "pitch", "listed"),
+        [
+            *((kind, 1, 300, 0, False) for kind in LONG_KINDS),
+            *((kind, 4, 40, 1, True) for kind in LONG_KINDS),
+            *((kind, 4, 40, 0, False) for kind in ("one step above", "neighbours")),
+        ],
+    )
     def test_the_best_of_a_long_row(self, random, device, monkeypatch, kind, rows, wanted, pitch, listed):
         monkeypatch.setattr(topk, "INTERPRETER_TILE", 256)
+        plain = torch.empty
+
+        def empty(*arguments, **options):
+            # What nobody wrote would win.
+            buffer = plain(*arguments, **options)
+            return buffer.fill_(torch.inf) if buffer.is_floating_point() else buffer
+
+        monkeypatch.setattr(topk.torch, "empty", empty)
         keys, base = 3200, 4000
-        held = np.array([wanted, wanted, 7][:rows], np.int32)
+        held = np.array([wanted, 7, wanted, 0][:rows], np.int32)
+        start, end = np.array([[3, 3199], [0, 3200], [3199, 3199], [402, 2901]][:rows], np.int32).T
         a_index = np.stack([np.sort(random.permutation(base)[:wanted]) for _ in range(rows)]).astype(np.int32)
         a_score = long_rows(random, kind, (rows, wanted))
-        b_score = np.full((rows, keys + pitch), np.inf, np.float32)
-        b_score[:, :keys] = long_rows(random, kind, (rows, keys))
+        b_score = np.pad(long_rows(random, kind, (rows, keys)), ((0, 0), (0, pitch)))
         b_index = base + 3 * np.arange(keys + pitch, dtype=np.int32)[None].repeat(rows, 0)
-        start, end = np.array([3, 0, 3199][:rows], np.int32), np.array([3199, 3200, 3199][:rows], np.int32)
-        tau = np.array([-0.5, 0.0, -np.inf][:rows], np.float32) if listed else None
+        tau = np.full(rows, -np.inf, np.float32)
+        for row in range(rows):
+            # Winners at the edges of the window and of the parts, and beyond them what must not be seen.
+            b_score[row, [start[row], 1599, 1600, end[row] - 1]] = 3e38
+            place = np.arange(keys + pitch)
+            b_score[row, (place < start[row]) | (place >= end[row])] = np.inf
+            if listed and row == 1:
+                window = b_score[row, start[row] : end[row]]
+                tau[row] = np.sort(window[~np.isnan(window)])[-20]
         out = [torch.full((rows, wanted), CANARY, dtype=torch.int32, device=device) for _ in range(2)]
         count = torch.full((rows,), CANARY, dtype=torch.int32, device=device)
         topk.launch_topk(
