@@ -5,11 +5,12 @@ than all keys of B and both ascend, so the order of the entries is the order of 
 entries win, which is the shared tie-break.
 
 A program streams its part of a row once, in order, into a buffer that takes only scores which may still win. A full
-buffer is cut down to its best ``topk`` entries, or a few more; their least score is what a later entry must exceed. So
-the scores are read once whatever they are, and only what passes is looked at again. Rows too few to fill the GPU are
-divided into parts, whose winners are merged by the same kernel.
+buffer is cut down to its best ``topk`` entries, or a few more; what all of them reach, a later entry must exceed. For a
+long row of which nothing is known, a sample says where to start; if too few scores reach that guess, the row is
+streamed again without it. Rows too few to fill the GPU are divided into parts, whose winners the same kernel merges.
 
-The threshold of a cut is found bit by bit of an order-preserving image of float32, by counting scores in registers.
+The threshold of a cut is found by halving a range of order-preserving codes of float32, counting scores in registers:
+at least ``topk`` scores reach its lower end, fewer lie above its upper end.
 """
 
 import torch
