@@ -138,8 +138,14 @@ MUTANTS = {
         "emit",
         kernel("score", "(keys[:, None] < ke[None, :])", "(keys[:, None] <= ke[None, :]) & row_ok[None, :]"),
     ),
-    "bound_misses_the_first_key": ("both", kernel("bound", ">= ks[None, :]", "> ks[None, :]")),
-    "bound_drops_nan": ("both", kernel("bound", "(below == 0)", "(bound >= tau[None, :])")),
+    "bound_misses_the_first_key": (
+        "both",
+        kernel("bound", "where(below, 0, bit)", "where(below | (span + order[:, None] == ks[None, :]), 0, bit)"),
+    ),
+    "bound_drops_nan": (
+        "both",
+        kernel("bound", "total * scale[:, None] < tau[None, :]", "(total * scale[:, None] >= tau[None, :]) == 0"),
+    ),
     "guard_left_out": ("both", lambda mutate: mutate.wrap("launch_bound", guard_left_out)),
     "norm_of_another_key": (
         "both",
