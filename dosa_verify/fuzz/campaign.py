@@ -197,7 +197,7 @@ def run(
                 if helpers is None or block.directed or not isinstance(target, KernelTarget):
                     running[pool.submit(_run_block, block)] = block
                 else:
-                    arguments = (block.seed, target.variants, block.examples, block.max_keys)
+                    arguments = (block.seed, target.all_variants, block.examples, block.max_keys)
                     preparing[helpers.submit(families.prepare, *arguments)] = block
             finished, _ = concurrent.futures.wait(
                 [*preparing, *running], return_when=concurrent.futures.FIRST_COMPLETED

@@ -39,7 +39,7 @@ from dosa_verify.fuzz.cases import (
 )
 from dosa_verify.fuzz.properties import GARBAGE_CODE, PROPERTIES, check_properties
 from dosa_verify.fuzz.report import Failure, Fault, FuzzReport, Mismatch, Tally
-from dosa_verify.fuzz.runner import SHRINK_SECONDS, check_call
+from dosa_verify.fuzz.runner import SHRINK_SECONDS, all_variants, check_call
 from dosa_verify.targets.base import RunOptions, Target
 
 LOOKS = 32
@@ -273,7 +273,7 @@ def run(
     spent = False
     counts = {seed + start // LOOKS: min(LOOKS, examples - start) for start in range(0, examples, LOOKS)}
     for family_seed, count in counts.items():
-        looks_here = prepare(family_seed, target.variants, count, max_keys) if prepared is None else prepared
+        looks_here = prepare(family_seed, all_variants(target), count, max_keys) if prepared is None else prepared
         for number, look in enumerate(looks_here):
             if budget_s is not None and time.monotonic() - started > budget_s:
                 spent = True

@@ -147,6 +147,7 @@ def check_problem(
     problem: PrefillProblem,
     options: RunOptions,
     on_result: Callable[[TargetResult], None] | None = None,
+    variants: tuple[str, ...] | None = None,
 ) -> Mismatch | None:
     """Run every variant of a target on a problem and compare each with the reference.
 
@@ -155,6 +156,7 @@ def check_problem(
         problem: the input.
         options: buffer sizes and layout.
         on_result: called with each answer.
+        variants: which, or None for the target's own.
 
     Returns:
         The first mismatch, or None.
@@ -166,7 +168,7 @@ def check_problem(
     if promise is not None:
         return _check_promise(target, promise, problem, options, on_result)
     expected = select_dense(problem, Contract.SM90)
-    for variant in target.variants:
+    for variant in target.variants if variants is None else variants:
         mismatch = check_call(target, problem, variant, options, expected.topk_indices, expected.scores, on_result)
         if mismatch is not None:
             return mismatch
@@ -274,10 +276,18 @@ def options_of(case: Case, problem: PrefillProblem) -> RunOptions:
     )
 
 
+def all_variants(target: Target) -> tuple[str, ...]:
+    """A target's variants, and those that only choose among them."""
+    found: tuple[str, ...] = getattr(target, "all_variants", target.variants)
+    return found
+
+
 def check_case(
     target: Target, case: Case, tally: Tally | None = None, problem: PrefillProblem | None = None
 ) -> Mismatch | None:
-    """Check every variant of a target on a case, and one property of one variant; the case's seed says which.
+    """Check every variant of a target on a case; of one case in four the automatic path too, of another a property.
+
+    The case's seed says which, and which property of which variant.
 
     A target without a tie rule or a NaN rule may give other answers that are right, so it has no properties.
 
@@ -292,14 +302,15 @@ def check_case(
     """
     problem = problem or build(case)
     options = options_of(case, problem)
-    mismatch = check_problem(target, problem, options, None if tally is None else tally.add)
-    if mismatch is not None:
+    variants = target.variants if case.seed % 4 else all_variants(target)
+    mismatch = check_problem(target, problem, options, None if tally is None else tally.add, variants)
+    if mismatch is not None or case.seed % 4 != 1:
         return mismatch
     promise: Promise | None = getattr(target, "promise", None)
     if promise is not None and (promise.ties is Ties.ANY or promise.nans is not NaNs.DROP):
         return None  # two right answers may differ
-    name = tuple(PROPERTIES)[case.seed % len(PROPERTIES)]
-    variant = target.variants[case.seed // len(PROPERTIES) % len(target.variants)]
+    name = tuple(PROPERTIES)[case.seed // 4 % len(PROPERTIES)]
+    variant = target.variants[case.seed // 4 // len(PROPERTIES) % len(target.variants)]
     if tally is not None:
         tally.features[f"property.{name}"] += 1
     return check_properties(target, problem, variant, options, seed=case.seed, names=(name,))

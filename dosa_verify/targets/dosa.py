@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from dosa_gpu.api import Selection
 
-DENSE = Path.DENSE.value
+DENSE, AUTO = Path.DENSE.value, Path.AUTO.value
 MODES = tuple(mode.value for mode in Mode)
 """Variants that are modes of the pruned path."""
 PATHS = tuple(path.value for path in Path if path is not Path.DOSA)
@@ -186,8 +186,13 @@ class KernelTarget:
 
     @property
     def variants(self) -> tuple[str, ...]:
-        """The modes and the other paths, or the one path."""
-        return (*MODES, *PATHS) if self.name == "dosa" else (self.name,)
+        """The modes and the other paths that choose for themselves, or the one path."""
+        return tuple(path for path in (*MODES, *PATHS) if path != AUTO) if self.name == "dosa" else (self.name,)
+
+    @property
+    def all_variants(self) -> tuple[str, ...]:
+        """These, and the automatic path, which takes one of them."""
+        return (*self.variants, AUTO) if self.name == "dosa" else self.variants
 
     def select(self, problem: PrefillProblem, variant: str, options: RunOptions) -> TargetResult:
         """Select on the device; see `dosa_verify.targets.base.Target`."""

@@ -278,7 +278,8 @@ def test_properties_are_part_of_a_run(tmp_path):
     assert report.failure.mismatch.fault is runner.Fault.PROPERTY
     assert runner.replay(ChangesItsMind(), report.failure.file).failure.mismatch.fault is runner.Fault.PROPERTY
     honest = runner.run(ReferenceTarget(), examples=0, folder=tmp_path)
-    assert sum(count for name, count in honest.features.items() if name.startswith("property.")) == honest.cases
+    asked = sum(count for name, count in honest.features.items() if name.startswith("property."))
+    assert asked == sum(case.seed % 4 == 1 for case in runner.directed_cases()) > 3
 
 
 def test_saved_options_are_used_again(tmp_path):
@@ -366,7 +367,7 @@ def test_kernels_agree_on_a_few_cases(device):
         problem = build(case)
         assert runner.check_problem(target, problem, runner.options_of(case, problem), results.append) is None
         pruned += sum(result.prune_rate > 0 for result in results)
-    assert pruned == 3  # prune, both and auto, in the first case
+    assert pruned == 2  # prune and both, in the first case
 
 
 @pytest.mark.parametrize("fault", ["survivors_lost", "bound_too_small"])

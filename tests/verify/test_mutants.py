@@ -1,18 +1,21 @@
 """The test of the fuzzer: faults seeded into our own kernels and pipeline, each found within a budget of cases.
 
 A kernel mutant is the kernel's source with one piece of text replaced, loaded as a module of its own.
+``python -m tests.verify.test_mutants OUT.json [SEEDS [COMMIT]]`` records how soon each is found.
 
 Not visible to the emulator, and looked for elsewhere: offsets in 32 bits (lemmas ``kernel_offsets`` and
 ``index_arithmetic``), a scorer that compiles to ``mma.sync`` (machine code, ``tests/gpu/test_machine_code.py``).
 
 Equivalent, so never found: ``bound <= tau`` for ``bound < tau`` (slack keeps a bound strictly above its score, so a key
-whose bound equals ``tau`` scores less); ``at_least > wanted`` in the radix search (where they are equal, the threshold
-comes out as the next lower score, all of whose ties are then left out).
+whose bound equals ``tau`` scores less); ``passing > topk`` for ``passing >= topk`` in the search for a threshold (where
+they are equal, the threshold comes out as a lower score, all of whose ties are then left out).
 """
 
 import dataclasses
 import importlib.util
+import json
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -25,6 +28,8 @@ from dosa_verify.targets.dosa import KernelTarget
 
 BUDGET = 60
 """Cases within which each mutant must be found."""
+SEARCHED = 120
+"""Random cases of a search that is only measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,10 +72,10 @@ class Mutator:
 
     def heads(self, old, new):
         """Mutate the head combination inside both scoring kernels."""
-        from dosa_gpu.kernels import rescore, score
+        from dosa_gpu.kernels import rescore, score, score_lists
 
         module = self.load("kernels/combine_heads.py", old, new)
-        for user in (rescore, score):
+        for user in (rescore, score, score_lists):
             kernel = getattr(user, f"_{user.__name__.rpartition('.')[2]}_kernel")
             monkey_globals = getattr(kernel, "fn", kernel).__globals__
             self.monkeypatch.setitem(monkey_globals, "combine_heads", module.combine_heads)
@@ -94,11 +99,11 @@ def up(tau):
     return torch.nextafter(tau, torch.full_like(tau, torch.inf))
 
 
-def seed_twice(plain):
-    def choose(*arguments):
-        seed, fits = plain(*arguments)
-        seed[:, 1:2] = torch.where(fits[:, 1:2] & fits[:, :1], seed[:, :1], seed[:, 1:2])
-        return seed, fits
+def own_seed_twice(plain):
+    def choose(ks, ke, budget):
+        seed = plain(ks, ke, budget)
+        seed[:, 1] = seed[:, 0]
+        return seed
 
     return choose
 
@@ -132,7 +137,7 @@ def tau_high_in_emit(plain):
 
 MUTANTS = {
     # name: (mode that runs, seeded fault)
-    "emit_drops_keys_at_tau": ("both", kernel("emit", "(score >= tau)", "(score > tau)")),
+    "emit_drops_keys_at_tau": ("both", kernel("append", "flag = (score >= tau)", "flag = (score > tau)")),
     "filter_drops_keys_at_tau": ("emit", kernel("score", "score >= tau[None, :]", "score > tau[None, :]")),
     "filter_sees_one_key_more": (
         "emit",
@@ -151,11 +156,16 @@ MUTANTS = {
         "both",
         kernel("bound", "tl.load(norm_ptr + safe_keys)", "tl.load(norm_ptr + safe_keys // 2)"),
     ),
-    "tau_one_ulp_high": ("both", lambda mutate: mutate.wrap("launch_emit", tau_high_in_emit)),
-    "seed_counted_twice": ("both", lambda mutate: mutate.wrap("choose_seeds", seed_twice)),
+    "tau_one_ulp_high": ("both", lambda mutate: mutate.wrap("launch_append", tau_high_in_emit)),
+    "own_seed_counted_twice": ("both", lambda mutate: mutate.wrap("own_seeds", own_seed_twice)),
+    "seed_beyond_the_window": (
+        "both",
+        kernel("score_lists", "(key[:, None] < ke[None, :])", "(key[:, None] <= ke[None, :] + 8)"),
+    ),
     "racy_append": ("both", lambda mutate: mutate.wrap("launch_compact", racy_append)),
     "last_word_left_out": ("both", kernel("compact", "(last + 31) // 32", "last // 32")),
     "overflow_not_repaired": ("both", lambda mutate: mutate.wrap("_rescan", not_at_all)),
+    "one_place_too_many": ("both", kernel("finish", "filled = place < count", "filled = place <= count")),
     "stale_running_list": (
         "both",
         lambda mutate: mutate.pipeline("        self.now[2].zero_()\n", "        self.now[2].fill_(1)\n"),
@@ -178,17 +188,24 @@ MUTANTS = {
         kernel("rescore", "tl.load(k_scale_ptr + key)", "tl.load(k_scale_ptr + place % 64)"),
     ),
     "a_tie_too_few": ("topk", kernel("topk", "(rank < ties)", "(rank < ties - 1)")),
-    "all_ties_copied": ("topk", kernel("topk", "(rank < ties)", "(rank >= 0)")),
-    "digit_counted_as_above": ("topk", kernel("topk", "tl.arange(0, 256) > digit", "tl.arange(0, 256) >= digit")),
-    "quiet_nan_only": ("topk", kernel("topk", "magnitude > 0x7F800000", "magnitude >= 0x7FC00000")),
-    "one_column_beyond_the_end": ("topk", kernel("topk", "inside = place < end", "inside = place <= end")),
-    "last_radix_pass_left_out": ("topk", kernel("topk", "prefix, wanted, 0, TILE)\n", "prefix, wanted, 8, TILE)\n")),
+    "all_ties_copied": ("topk", kernel("topk", "+ tl.minimum(rank, ties)", "+ rank")),
+    "late_ties_copied": ("topk", kernel("topk", "e3 * (rank + e0 + e1 + e2 < ties)", "e3 * (rank < ties)")),
+    "search_stops_early": (
+        "topk",
+        kernel("topk", "while (low < high) & (reached > enough)", "while (low + 64 < high) & (reached > enough)"),
+    ),
+    "nan_passes": ("topk", kernel("topk", "passes0 = now0 >= least", "passes0 = (now0 < least) == 0")),
+    "one_column_beyond_the_end": ("topk", kernel("topk", "(place0 < b_end)", "(place0 <= b_end)")),
+    "zeros_ordered_by_sign": (
+        "topk",
+        kernel("topk", "negative & (magnitude != 0), 0x80000000 - magnitude", "negative, 0x7FFFFFFF - magnitude"),
+    ),
 }
 
 
 def find(mode, device, folder, *, seed=0, directed=True):
     """Fuzz in one mode; gives the report."""
-    examples = 0 if directed else 10 * BUDGET
+    examples = 0 if directed else SEARCHED
     if mode == "topk":
         return logits_runner.run(
             targets.make("topk", device), examples=examples, seed=seed, folder=folder, directed=directed
@@ -204,3 +221,31 @@ def test_each_mutant_is_found(name, device, monkeypatch, tmp_path):
     report = find(mode, device, tmp_path)
     assert report.failure is not None, f"{name} survived {report.cases} cases"
     assert report.cases <= BUDGET
+
+
+def measure(file, seeds=3, commit=None):
+    """Record how many cases each mutant takes: directed ones, and random ones alone for some seeds."""
+    from dosa_verify.environment import environment
+    from dosa_verify.targets.dosa import Device, connect, cuda_is_available
+
+    device = Device.CUDA if cuda_is_available() else Device.CPU
+    connect(device)
+    found = {}
+    for name, (mode, apply) in MUTANTS.items():
+        counts = []
+        for seed in (None, *range(int(seeds))):
+            with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+                patch.setattr(runner, "SHRINK_SECONDS", 0.0)
+                apply(Mutator(patch, Path(folder)))
+                report = find(mode, device, Path(folder), seed=seed or 0, directed=seed is None)
+            counts.append(report.cases if report.failure is not None else None)
+        found[name] = {"mode": mode, "directed": counts[0], "searches": counts[1:]}
+        record = {"kind": "mutants", "command": f"python -m tests.verify.test_mutants OUT.json {seeds}"}
+        where = environment()
+        where["git_commit"] = where["git_commit"] or commit
+        record |= {"budget": BUDGET, "searched": SEARCHED, "environment": where, "mutants": found}
+        Path(file).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    measure(*sys.argv[1:])
