@@ -77,9 +77,11 @@ def directed_cases() -> Iterator[Case]:
     yield change(base, seed=9, values=Values.NORMAL, keys=600, topk=8, columns=8, survivor_capacity=16)
     yield change(base, seed=10, values=Values.CONSTANT, keys=600, topk=8, survivor_capacity=16)
     yield change(base, seed=9, values=Values.LEARNED, keys=600, topk=8, tight_workspace=True)
-    for hints in Hints:
-        if hints is not Hints.NONE:
-            yield change(base, seed=18, windows=Windows.INVERTED, hints=hints)
+    # Rows of a group share seeds, and some of them see only part of these.
+    yield change(base, seed=18, windows=Windows.RAGGED, hints=Hints.LIKELY)
+    yield change(base, seed=19, rows=5, windows=Windows.RAGGED, hints=Hints.RANDOM)
+    yield change(base, seed=20, windows=Windows.INVERTED, hints=Hints.ONE)
+    yield change(base, seed=22, windows=Windows.RAGGED, hints=Hints.OUTSIDE)
     yield change(base, seed=11, num_heads=64, windows=Windows.RAGGED, columns=32)
     yield change(base, seed=12, num_heads=20)
     # More rows than the first block holds, then more keys than one chunk, none a multiple of any block.

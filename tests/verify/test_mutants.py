@@ -28,7 +28,7 @@ from dosa_verify.targets.dosa import KernelTarget
 
 BUDGET = 60
 """Cases within which each mutant must be found."""
-SEARCHED = 120
+SEARCHED = 60
 """Random cases of a search that is only measured."""
 
 
