@@ -142,6 +142,47 @@ def validate(
     return windows
 
 
+def workspace_size(
+    *,
+    num_rows: int,
+    num_heads: int,
+    num_keys: int,
+    topk: int,
+    path: Path | str = Path.DOSA,
+    mode: Mode | str = Mode.BOTH,
+    columns: int | None = None,
+    workspace_bytes: int = DEFAULT_WORKSPACE_BYTES,
+    device_type: str = "cuda",
+) -> int:
+    """Bytes of device memory that ``select_prefill`` takes at most beside its inputs and outputs.
+
+    Args:
+        num_rows, num_heads, num_keys, topk: sizes of the call.
+        path, mode, columns, workspace_bytes: as for ``select_prefill``; ``auto`` takes no more than ``dosa``.
+        device_type: ``cuda``, or ``cpu`` under the emulator.
+
+    Returns:
+        At most ``workspace_bytes``.
+
+    Raises:
+        InvalidProblem, UnsupportedConfiguration: as ``select_prefill``.
+    """
+    path, mode = _choice(Path, "path", path), _choice(Mode, "mode", mode)
+    if not 0 < num_heads <= max(SM90_NUM_HEADS):
+        raise UnsupportedConfiguration(f"num_heads: got {num_heads}, 1 to {max(SM90_NUM_HEADS)} are served")
+    return plan_prefill(
+        device_type=device_type,
+        num_heads=next(size for size in SM90_NUM_HEADS if size >= num_heads),
+        num_rows=num_rows,
+        num_keys=num_keys,
+        topk=topk,
+        mode={Path.DENSE: None, Path.LITETOPK: Mode.EMIT}.get(path, mode),
+        columns=columns,
+        workspace_bytes=workspace_bytes,
+        survivor_capacity=None,
+    ).needed_bytes
+
+
 def select_prefill(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -227,6 +268,7 @@ def select_prefill(
         taken = Path.DOSA if topk and 2 * long_rows >= rows and rows else Path.DENSE
     savings = {Path.DOSA: mode, Path.LITETOPK: Mode.EMIT}.get(taken)
     plan = plan_prefill(
+        device_type=q.device.type,
         num_heads=padded,
         num_rows=rows,
         num_keys=k.shape[0],

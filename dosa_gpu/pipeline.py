@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 
 from dosa_gpu.kernels.append import launch_append
-from dosa_gpu.kernels.bound import column_order, launch_bound, queries_per_tile
+from dosa_gpu.kernels.bound import launch_bound
 from dosa_gpu.kernels.compact import launch_compact
 from dosa_gpu.kernels.finish import THRESHOLD_NOT_MET, TOO_FEW_SEEDS, launch_finish
 from dosa_gpu.kernels.key_norms import launch_key_norms
@@ -26,8 +26,8 @@ from dosa_gpu.kernels.row_bound import NON_FINITE, TOO_LARGE
 from dosa_gpu.kernels.sample_keys import launch_sample_keys
 from dosa_gpu.kernels.score import launch_score
 from dosa_gpu.kernels.score_lists import launch_score_lists
-from dosa_gpu.kernels.topk import launch_kth, launch_topk
-from dosa_gpu.plan import GROUP_ROWS, OWN_SHARE, TRIAL_ROWS, PrefillPlan
+from dosa_gpu.kernels.topk import launch_kth, launch_topk, scratch_bytes
+from dosa_gpu.plan import GROUP_ROWS, OWN_SHARE, TRIAL_ROWS, PrefillPlan, topk_scratch
 from dosa_gpu.prepare import head_terms, prepare_rows
 from dosa_gpu.seeds import own_seeds
 from dosa_gpu.workspace import Workspace
@@ -137,11 +137,14 @@ class RunningTopK:
             sides.append((index, score, workspace.take((rows,), torch.int32)))
         self.now, self._next = sides
         self.now[2].zero_()
+        self._workspace = workspace
 
     def merge(
         self, index: torch.Tensor | None, score: torch.Tensor, start: torch.Tensor, end: torch.Tensor, base: int
     ) -> None:
         """Take in the places ``start .. end`` of a list, or of logits whose place 0 is key ``base``."""
+        rows, topk = self.now[0].shape
+        self._workspace.lend(scratch_bytes(score.device.type, rows, topk, score.shape[1]))
         launch_topk(*self.now, index, score, start, end, base, self._next)
         self.now, self._next = self._next, self.now
 
@@ -194,7 +197,7 @@ def _rescan(
     for some in places.split(plan.rescan_rows):
         part = rows.pick(some)
         there = some.to(part.q.device)
-        space = Workspace(part.q.device, plan.rescan_bytes)
+        space = Workspace(part.q.device, plan.rescan_bytes + topk_scratch(part.q.device.type, topk))
         inner = RunningTopK(space, len(part), topk)
         for inside, outside in zip(inner.now, running.now, strict=True):
             inside.copy_(outside[there])
@@ -307,8 +310,8 @@ def choose_columns(
     for count, columns in zip(counts, plan.column_choices, strict=True):
         constants = prepare_rows(few.q, few.weights, heads, columns)
         launch_bound(
-            *_tile_columns(constants.columns, constants.coefficients), constants.slack, tau,
-            keys.k, keys.norm, keys.scale, few.ks, few.ke, words, columns, low, high,
+            constants.columns, constants.coefficients, constants.slack, tau,
+            keys.k, keys.norm, keys.scale, few.ks, few.ke, words, low, high,
         )  # fmt: skip
         launch_compact(words, few.ks, few.ke, index, count, low, high)
     visible = max(int(few.visible().sum()), 1)
@@ -327,9 +330,7 @@ class Emitted:
 
     def append(self, index: torch.Tensor, score: torch.Tensor, count: torch.Tensor, tau: torch.Tensor) -> bool:
         """Take in the entries that reach ``tau``; whether some row's do not fit. ``full`` says which; none is taken."""
-        launch_append(
-            index, score, count, tau, self._index, self._score, self._count, self.full, self._any_full
-        )
+        launch_append(index, score, count, tau, self._index, self._score, self._count, self.full, self._any_full)
         if not self._any_full[:1].item():
             return False
         self._any_full.zero_()
@@ -382,7 +383,6 @@ def pruned_rows(
         heads = head_terms(rows.q, keys.k, keys.norm, seeded.sample)
         constants = prepare_rows(rows.q, rows.weights, heads, columns)
         state = constants.state
-        tiled = _tile_columns(constants.columns, constants.coefficients)
     else:
         state = torch.zeros_like(rows.ks)
     # Rows that cannot be served are not looked at by any later stage.
@@ -405,8 +405,9 @@ def pruned_rows(
         if pruning:
             on_stage("bound")
             launch_bound(
-                *tiled, constants.slack, tau, keys.k, keys.norm, keys.scale, rows.ks, ke, words, columns, start, end
-            )
+                constants.columns, constants.coefficients, constants.slack, tau, keys.k, keys.norm, keys.scale,
+                rows.ks, ke, words, start, end,
+            )  # fmt: skip
         else:
             on_stage("filter")
             launch_score(*shared, rows.ks, ke, tau, words, start, end)
@@ -445,25 +446,6 @@ def pruned_rows(
         on_stage("select")
         emitted.flush()
     return Pruned(running=running, state=state, survivors=survivors, rescanned=rescanned)
-
-
-def _tile_columns(
-    columns: torch.Tensor, coefficients: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Columns, coefficients and floors in the bound kernel's order, rows padded to whole tiles with zero columns."""
-    rows, num_columns, _ = columns.shape
-    queries = queries_per_tile(num_columns)
-    tiles = -(-rows // queries)
-    order = torch.tensor(
-        [query * num_columns + column for query, column in column_order(num_columns)], device=columns.device
-    )
-    place = (torch.arange(tiles, device=columns.device)[:, None] * (queries * num_columns) + order).flatten()
-    inside = place < rows * num_columns
-    place = torch.where(inside, place, 0)
-    codes = columns.reshape(rows * num_columns, -1).view(torch.uint8)[place] * inside[:, None]
-    coefficient = torch.where(inside, coefficients.flatten()[place], 0.0)
-    floor = torch.where(place % num_columns == num_columns - 1, -torch.inf, 0.0).to(torch.float32)
-    return codes.view(torch.float8_e4m3fn), coefficient, floor
 
 
 def run(
@@ -519,9 +501,7 @@ def run(
                 mode = Mode.EMIT
                 report.note(Fallback.SLACK_BOUND, places)
         result = pruned_rows(part, keys, topk, mode, plan, report.columns, seeded, workspace, on_stage)
-        launch_finish(
-            *result.running.now, seeded.tau, result.state, places.to(device), out_index, out_score
-        )
+        launch_finish(*result.running.now, seeded.tau, result.state, places.to(device), out_index, out_score)
         state, seeds, survivors = torch.stack([result.state, seeded.count, result.survivors]).cpu()
         for code, reason in REASONS.items():
             if own or code != TOO_FEW_SEEDS:

@@ -9,13 +9,13 @@ from dosa_ref.spec import HEAD_DIM, InvalidProblem, Mode, UnsupportedConfigurati
 
 DEFAULT_WORKSPACE_BYTES = 2 * 1024**3
 DEFAULT_COLUMNS = {32: 16, 64: 16}
-SUPPORTED_COLUMNS = (8, 16, 32)
+SUPPORTED_COLUMNS = (8, 12, 16, 20, 24, 32)
 
 # Milliseconds for 2**29 (query, key) pairs on one H200, by number of columns or of heads (docs/performance-notes.md).
 # They decide how many columns are used; a wrong figure costs time only.
-BOUND_COST = {8: 1.6, 12: 2.2, 16: 2.7, 20: 3.4, 24: 4.0, 32: 5.0}
+BOUND_COST = {8: 1.4, 12: 1.9, 16: 2.4, 20: 3.1, 24: 3.4, 32: 4.3}
 RESCORE_COST = {32: 15.0, 64: 18.0}
-FILTER_COST = {32: 5.4, 64: 9.8}
+FILTER_COST = {32: 5.2, 64: 10.0}
 TRIALS_FROM_PAIRS = 2**28
 """Smaller calls take the default number of columns: a trial would cost more than it saves."""
 
@@ -38,8 +38,11 @@ OWN_SHARE = 4
 TRIAL_ROWS = 8
 """Rows on which the number of columns is tried."""
 
-PILOTS_NEAR = 4
+PILOTS_NEAR = 2
 """Pilots whose winners a group of rows takes as seeds."""
+PILOTS_NEAR_LONG = 4
+"""The same from ``LONG_KEYS`` keys on, where more seeds are a smaller share of the scan."""
+LONG_KEYS = 2**19
 LEAST_SEEDS = 64
 """Newest keys, and keys of an even sample, that a list of seeds holds at least."""
 
@@ -101,6 +104,7 @@ class PrefillPlan:
         rescan_keys: keys that a rescan scores at once, a multiple of 64.
         rescan_bytes: buffers of a rescan.
         workspace_bytes: upper limit of what the buffers of one block take.
+        needed_bytes: what they take at most in this call.
     """
 
     num_heads: int
@@ -119,6 +123,7 @@ class PrefillPlan:
     rescan_keys: int
     rescan_bytes: int
     workspace_bytes: int
+    needed_bytes: int
 
     def cheapest_columns(self, shares: list[float], *, may_filter: bool) -> int:
         """The choice with the least expected time, or 0 if scoring every pair once, without a bound, takes less.
@@ -132,6 +137,17 @@ class PrefillPlan:
         for columns, share in zip(self.column_choices, shares, strict=True):
             cost[columns] = BOUND_COST[columns] + rescore * share
         return min(cost, key=cost.__getitem__)
+
+
+TOPK_PROGRAMS = {"cpu": 2}
+TOPK_TILE = {"cpu": 4096}
+
+
+def topk_scratch(device_type: str, topk: int) -> int:
+    """Upper limit of what one exact top-K allocates while it runs: the buffers of its programs, winners of parts."""
+    programs, tile = TOPK_PROGRAMS.get(device_type, 396), TOPK_TILE.get(device_type, 1024)
+    capacity = 2 ** (topk + max(topk, 2 * tile)).bit_length()
+    return 8 * programs * (capacity + topk)
 
 
 def bytes_per_row(
@@ -154,6 +170,7 @@ def bytes_per_row(
 
 def plan_prefill(
     *,
+    device_type: str,
     num_heads: int,
     num_rows: int,
     num_keys: int,
@@ -166,6 +183,7 @@ def plan_prefill(
     """Choose the sizes of one call within ``workspace_bytes``.
 
     Args:
+        device_type: ``cuda`` or ``cpu``.
         num_heads: 32 or 64.
         num_rows: rows of the call.
         num_keys: keys in the problem.
@@ -192,13 +210,14 @@ def plan_prefill(
         raise UnsupportedConfiguration(f"columns: got {columns}, the bound kernel has tiles for {SUPPORTED_COLUMNS}")
     own_seeds = min(max(num_keys // 16, topk + topk // 2 + 1), 6 * topk)
     newest = max(LEAST_SEEDS, topk // 2)
-    seeds = PILOTS_NEAR * topk + 2 * newest
+    near = PILOTS_NEAR_LONG if num_keys >= LONG_KEYS else PILOTS_NEAR
+    seeds = near * topk + 2 * newest
     key_chunk = max(64, min(KEY_CHUNK, -(-num_keys // 64) * 64))
     rescan_row = 2 * (8 * topk + 4) + 4 * RESCAN_KEYS + num_heads * (HEAD_DIM + 4)
     rescan_rows = max(1, workspace_bytes // RESCAN_SHARE // rescan_row)
     groups = -(-min(max(num_rows, 1), MAX_ROWS) // GROUP_ROWS)
-    # Norm and scale of every key, and a rescan.
-    fixed = 8 * num_keys + FIXED_BYTES + rescan_rows * rescan_row
+    # Norm and scale of every key, a rescan, a running top-K.
+    fixed = 8 * num_keys + FIXED_BYTES + rescan_rows * rescan_row + topk_scratch(device_type, topk)
     pilot_chunk = key_chunk
     if mode is not None and mode is not Mode.BASE:
         # The pilots' logits and top-K, the groups' seeds as bits and as lists, the trial's bits.
@@ -235,7 +254,7 @@ def plan_prefill(
         pilot_chunk=pilot_chunk,
         capacity=capacity,
         list_capacity=list_capacity,
-        pilots_near=PILOTS_NEAR,
+        pilots_near=near,
         newest=newest,
         spread=newest,
         own_seeds=own_seeds,
@@ -243,4 +262,5 @@ def plan_prefill(
         rescan_keys=RESCAN_KEYS,
         rescan_bytes=rescan_rows * rescan_row,
         workspace_bytes=workspace_bytes,
+        needed_bytes=min(workspace_bytes, (fixed + min(rows, MAX_ROWS, max(num_rows, 1)) * row) * 16 // 15 + 1),
     )

@@ -28,6 +28,11 @@ class Workspace:
         assert self.used_bytes <= self.limit, f"the plan's sizes exceed the workspace: {self.used_bytes} > {self.limit}"
         return torch.empty(shape, dtype=dtype, device=self.device)
 
+    def lend(self, count: int) -> None:
+        """Count bytes that a launcher allocates and frees itself, on top of what is in use."""
+        self.peak_bytes = max(self.peak_bytes, self.used_bytes + count)
+        assert self.used_bytes + count <= self.limit, "a launcher's scratch exceeds the workspace"
+
     def reset(self) -> None:
         """Forget the buffers of a finished block; the caller must no longer use them."""
         self.used_bytes = 0

@@ -1,8 +1,7 @@
 """Bound pass: one "may be in the top K" bit for every visible (row, key) pair of a key chunk.
 
-``U = k_scale * (sum_j c_j psi_j + slack * norm)`` with ``psi_j = max(dot_j, 0)``; a row's last column may have another
-floor than 0: -Inf makes it linear. The key is skipped only if ``U < tau`` holds; a NaN ``U`` keeps it. See
-``docs/bound.md``.
+``U = k_scale * (sum_j c_j psi_j + slack * norm)`` with ``psi_j = max(dot_j, 0)``, and ``psi = dot`` for a row's last
+column. The key is skipped only if ``U < tau`` holds; a NaN ``U`` keeps it. See ``docs/bound.md``.
 """
 
 import triton
@@ -110,61 +109,55 @@ def queries_per_tile(columns: int) -> int:
     return TILE_COLUMNS // dot_columns(columns)[0]
 
 
-def column_order(columns: int) -> list[tuple[int, int]]:
-    """(query in the tile, column of that query) for each of the tile's columns, those of the first dot first.
+@triton.jit
+def _dot_columns(first_row, num_rows, before, total, QUERIES: tl.constexpr, COLUMNS: tl.constexpr):
+    """Places of the columns of a dot in ``[rows, total]``, of which it takes ``before .. before + COLUMNS``.
 
-    Column ``((group * width / 2 + half) * 4 + lane) * 2 + parity`` of a dot with ``width`` columns per query holds
-    column ``2 * half + parity`` of query ``group * 4 + lane``: the tensor core gives one thread the columns
-    ``8 j + 2 lane + parity``, so a query's columns are added inside one thread.
+    Column ``((group * COLUMNS / 2 + half) * 4 + lane) * 2 + parity`` of the dot is column ``2 * half + parity`` of
+    query ``group * 4 + lane``: the tensor core gives one thread the columns ``8 j + 2 lane + parity``, so its columns
+    are added inside one thread.
     """
-    queries = queries_per_tile(columns)
-    order = []
-    before = 0
-    for width in dot_columns(columns):
-        order += [
-            (group * LANES + lane, before + 2 * half + parity)
-            for group in range(queries // LANES)
-            for half in range(width // 2)
-            for lane in range(LANES)
-            for parity in range(2)
-        ]
-        before += width
-    return order
+    n = tl.arange(0, QUERIES * COLUMNS)
+    query = n // (4 * COLUMNS) * 4 + n // 2 % 4
+    column = n // 8 % (COLUMNS // 2) * 2 + n % 2
+    return tl.minimum(first_row + query, num_rows - 1).to(tl.int64) * total + before + column
 
 
 @triton.jit
 def _by_query(x, ROWS: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr):
-    """``[ROWS, QUERIES, COLUMNS]`` from columns in ``column_order``."""
+    """``[ROWS, QUERIES, COLUMNS]`` from the columns of a dot."""
     x = tl.reshape(x, (ROWS, QUERIES // 4, COLUMNS // 2, 4, 2))
     return tl.reshape(tl.permute(x, (0, 1, 3, 2, 4)), (ROWS, QUERIES, COLUMNS))
 
 
 @triton.jit
 def _add_columns(
-    dot, coefficient, last_floor, total,
+    dot, coefficient, total,
     KEYS: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
 ):  # fmt: skip
-    """``total + sum c max(dot, floor)`` over the columns ``[.., COLUMNS]``, one after another; ``FIRST``: no total yet.
+    """``total + sum c psi`` over the columns ``[.., COLUMNS]``, one after another.
+
+    ``FIRST``: there is no total yet. ``LAST``: the last column is linear.
 
     Halves are taken apart down to single columns, which costs nothing: they lie in registers of their own.
     """
     if COLUMNS == 1:
         dot = tl.reshape(dot, (KEYS, QUERIES))
         coefficient = tl.broadcast_to(tl.reshape(coefficient, (1, QUERIES)), dot.shape)
-        psi = tl.maximum(dot, tl.broadcast_to(last_floor[None, :], dot.shape)) if LAST else tl.maximum(dot, 0.0)
+        psi = dot if LAST else tl.maximum(dot, 0.0)
         return psi * coefficient if FIRST else tl.fma(psi, coefficient, total)
     else:
         HALF: tl.constexpr = COLUMNS // 2
         dot_low, dot_high = tl.split(tl.permute(tl.reshape(dot, (KEYS, QUERIES, 2, HALF)), (0, 1, 3, 2)))
         low, high = tl.split(tl.permute(tl.reshape(coefficient, (1, QUERIES, 2, HALF)), (0, 1, 3, 2)))
-        total = _add_columns(dot_low, low, last_floor, total, KEYS, QUERIES, HALF, FIRST, False)
-        return _add_columns(dot_high, high, last_floor, total, KEYS, QUERIES, HALF, False, LAST)
+        total = _add_columns(dot_low, low, total, KEYS, QUERIES, HALF, FIRST, False)
+        return _add_columns(dot_high, high, total, KEYS, QUERIES, HALF, False, LAST)
 
 
 @triton.jit
 def _below_tau(
-    k_ptr, norm_ptr, scale_ptr, keys, chunk_end, column, coefficient, more_column, more_coefficient, last_floor, slack,
-    tau, KEYS: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr, MORE: tl.constexpr,
+    k_ptr, norm_ptr, scale_ptr, keys, chunk_end, column, coefficient, more_column, more_coefficient, slack, tau,
+    KEYS: tl.constexpr, QUERIES: tl.constexpr, COLUMNS: tl.constexpr, MORE: tl.constexpr,
 ):  # fmt: skip
     """``U < tau``, bool ``[KEYS, QUERIES]``; False for a NaN."""
     safe_keys = tl.minimum(keys, chunk_end - 1)
@@ -172,10 +165,10 @@ def _below_tau(
     norm = tl.load(norm_ptr + safe_keys)
     scale = tl.load(scale_ptr + safe_keys)
     dot = _by_query(tl.dot(k, tl.trans(column)), KEYS, QUERIES, COLUMNS)
-    total = _add_columns(dot, coefficient, last_floor, 0.0, KEYS, QUERIES, COLUMNS, True, MORE == 0)
+    total = _add_columns(dot, coefficient, 0.0, KEYS, QUERIES, COLUMNS, True, MORE == 0)
     if MORE > 0:
         dot = _by_query(tl.dot(k, tl.trans(more_column)), KEYS, QUERIES, MORE)
-        total = _add_columns(dot, more_coefficient, last_floor, total, KEYS, QUERIES, MORE, False, True)
+        total = _add_columns(dot, more_coefficient, total, KEYS, QUERIES, MORE, False, True)
     # The norm comes last: it is still on its way when the dot is done.
     total = tl.fma(tl.broadcast_to(slack[None, :], total.shape), tl.broadcast_to(norm[:, None], total.shape), total)
     return total * scale[:, None] < tau[None, :]
@@ -183,9 +176,8 @@ def _below_tau(
 
 @triton.jit
 def _bound_kernel(
-    column_ptr,  # [tiles * QUERIES * (COLUMNS + MORE), 128] e4m3, in column_order
-    coefficient_ptr,  # beside column, f32
-    floor_ptr,  # beside column, f32; read at each row's last column
+    column_ptr,  # [rows, COLUMNS + MORE, 128] e4m3
+    coefficient_ptr,  # [rows, COLUMNS + MORE] f32
     slack_ptr,  # [rows] f32
     tau_ptr,  # [rows] f32
     k_ptr,  # [num_keys, 128] e4m3
@@ -214,20 +206,16 @@ def _bound_kernel(
     slack = tl.load(slack_ptr + safe_rows)
     tau = tl.load(tau_ptr + safe_rows)
     depth = tl.arange(0, 128)
-    base = tl.program_id(0) * (QUERIES * (COLUMNS + MORE))
-    place = base + tl.arange(0, QUERIES * COLUMNS)
-    column = tl.load(column_ptr + place.to(tl.int64)[:, None] * 128 + depth[None, :])
+    first_row = tl.program_id(0) * QUERIES
+    place = _dot_columns(first_row, num_rows, 0, COLUMNS + MORE, QUERIES, COLUMNS)
+    column = tl.load(column_ptr + place[:, None] * 128 + depth[None, :])
     coefficient = _by_query(tl.load(coefficient_ptr + place), 1, QUERIES, COLUMNS)
     more_column = column
     more_coefficient = coefficient
-    last_place = base + query // 4 * (COLUMNS * 4) + (COLUMNS // 2 - 1) * 8 + query % 4 * 2 + 1
     if MORE > 0:
-        base += QUERIES * COLUMNS
-        place = base + tl.arange(0, QUERIES * MORE)
-        more_column = tl.load(column_ptr + place.to(tl.int64)[:, None] * 128 + depth[None, :])
+        place = _dot_columns(first_row, num_rows, COLUMNS, COLUMNS + MORE, QUERIES, MORE)
+        more_column = tl.load(column_ptr + place[:, None] * 128 + depth[None, :])
         more_coefficient = _by_query(tl.load(coefficient_ptr + place), 1, QUERIES, MORE)
-        last_place = base + query // 4 * (MORE * 4) + (MORE // 2 - 1) * 8 + query % 4 * 2 + 1
-    last_floor = tl.load(floor_ptr + last_place)
     start = chunk_start + tl.program_id(1) * per_program
     end = tl.minimum(start + per_program, chunk_end)
     first_visible = tl.min(tl.where(row_ok, ks, chunk_end), axis=0)
@@ -240,12 +228,12 @@ def _bound_kernel(
     for span in tl.range(start, end, SPAN):
         below = _below_tau(
             k_ptr, norm_ptr, scale_ptr, span + order, chunk_end, column, coefficient, more_column, more_coefficient,
-            last_floor, slack, tau, KEYS, QUERIES, COLUMNS, MORE,
+            slack, tau, KEYS, QUERIES, COLUMNS, MORE,
         )  # fmt: skip
         bits = tl.where(below, 0, bit)
         below = _below_tau(
             k_ptr, norm_ptr, scale_ptr, span + 16 + order, chunk_end, column, coefficient, more_column,
-            more_coefficient, last_floor, slack, tau, KEYS, QUERIES, COLUMNS, MORE,
+            more_coefficient, slack, tau, KEYS, QUERIES, COLUMNS, MORE,
         )  # fmt: skip
         bits += tl.where(below, 0, bit << 16)
         all_visible = (span >= all_start) & (span + SPAN <= all_end)
@@ -256,34 +244,32 @@ def _bound_kernel(
 
 
 def launch_bound(
-    column, coefficient, floor, slack, tau, k, norm, scale, ks, ke, out, columns: int, chunk_start: int, chunk_end: int
+    column, coefficient, slack, tau, k, norm, scale, ks, ke, out, chunk_start: int, chunk_end: int
 ) -> None:
     """Write the survivor bits of the keys ``[chunk_start, chunk_end)``.
 
     Args:
-        column: ``[tiles * queries_per_tile * columns, 128]`` float8_e4m3fn, the rows' columns in ``column_order``.
-        coefficient: float32, beside ``column``.
-        floor: float32, beside ``column``, read at each row's last column only: -Inf if it is linear, else 0. The
-            other columns are relu columns.
+        column: ``[rows, M, 128]`` float8_e4m3fn, contiguous, M one of ``COLUMN_CHOICES``; each row's last column is
+            linear, the others are relu columns.
+        coefficient: ``[rows, M]`` float32, contiguous.
         slack, tau: ``[rows]`` float32.
         k: ``[num_keys, 128]`` float8_e4m3fn.
         norm, scale: ``[num_keys]`` float32, from ``launch_key_norms``.
         ks, ke: ``[rows]`` int32.
         out: ``[rows, >= ceil(chunk / 32)]`` int32; bit ``i % 32`` of word ``i // 32`` is key ``chunk_start + i``.
             Inside a row's window every word is written, with 0 for keys outside the window.
-        columns: columns per row, one of ``COLUMN_CHOICES``.
         chunk_start, chunk_end: the chunk, in key columns.
 
     Exactness: enclosure; a cleared bit inside the window proves ``score < tau``.
     """
-    num_rows = slack.shape[0]
+    num_rows, columns, _ = column.shape
     queries = queries_per_tile(columns)
     first, more = dot_columns(columns)
     keys = tile_keys(k.device.type, chunk_end - chunk_start)
     tiles = triton.cdiv(num_rows, queries)
     per_program = keys_per_program(tiles, chunk_end - chunk_start, 2 * keys, KEYS_PER_PROGRAM)
     compiled = _bound_kernel[(tiles, triton.cdiv(chunk_end - chunk_start, per_program))](
-        column, coefficient, floor, slack, tau, k, norm, scale, ks, ke, out,
+        column, coefficient, slack, tau, k, norm, scale, ks, ke, out,
         num_rows, chunk_start, chunk_end, out.stride(0), per_program,
         COLUMNS=first, MORE=more, QUERIES=queries, KEYS=keys,
         **OPTIONS,

@@ -439,25 +439,13 @@ class TestKeyNorms:
 
 
 class TestBound:
-    def test_tile_order_places_each_column_of_each_query_once(self):
-        for columns in bound.COLUMN_CHOICES:
-            order = bound.column_order(columns)
-            assert sorted(order) == [(q, c) for q in range(bound.queries_per_tile(columns)) for c in range(columns)]
-            # Lane (tile column // 2) % 4 of a quad must hold whole queries.
-            lanes = {}
-            for place, (query, _) in enumerate(order):
-                lanes.setdefault(query, set()).add(place // 2 % 4)
-            assert all(len(found) == 1 for found in lanes.values())
-
     def test_one_relu_and_one_linear_column_by_hand(self, device):
         # Two keys along the first axis, one against it. U = 1 * relu(2 k) - 0.5 * (k) + 3 * norm, scale 2.
-        from dosa_gpu.pipeline import _tile_columns
-
         columns = torch.zeros(1, 8, 128)
         columns[0, 0, 0], columns[0, 7, 0] = 2.0, 1.0
         coefficients = torch.zeros(1, 8)
         coefficients[0, 0], coefficients[0, 7] = 1.0, -0.5
-        tiles = _tile_columns(columns.to(torch.float8_e4m3fn).to(device), coefficients.to(device))
+        given = (columns.to(torch.float8_e4m3fn).to(device), coefficients.to(device))
         k = torch.zeros(3, 128)
         k[:, 0] = torch.tensor([4.0, -4.0, 1.0])
         norm, scale = torch.tensor([4.0, 4.0, float("inf")]), torch.tensor([2.0, 2.0, 1.0])
@@ -466,12 +454,11 @@ class TestBound:
         for tau, want in ((28.0, 0b111), (28.5, 0b101), (36.0, 0b101), (36.5, 0b100), (float("inf"), 0b100)):
             words = torch.full((1, 2), CANARY, dtype=torch.int32, device=device)
             parts = (torch.tensor([3.0]), torch.tensor([tau]), k.to(torch.float8_e4m3fn), norm, scale, ks, ke)
-            bound.launch_bound(*tiles, *(part.to(device) for part in parts), words, 8, 0, 3)
+            bound.launch_bound(*given, *(part.to(device) for part in parts), words, 0, 3)
             assert words[0, 0].item() == want
 
-    @pytest.mark.parametrize("linear", [False, True])
     @pytest.mark.parametrize("columns", bound.COLUMN_CHOICES)
-    def test_bits_of_small_integers_are_exact(self, random, device, columns, linear):
+    def test_bits_of_small_integers_are_exact(self, random, device, columns):
         # Every product, sum and bound is an integer below 2^13: no rounding anywhere, whatever the order.
         rows, keys, start, end = 2 * bound.queries_per_tile(columns) + 3, 330, 21, 311
         vectors = random.integers(-1, 2, (rows, columns, 128)) * (random.random((rows, columns, 128)) < 0.2)
@@ -479,29 +466,24 @@ class TestBound:
         coefficient, slack = random.integers(-2, 3, (rows, columns)), random.integers(0, 3, rows)
         norm, scale = random.integers(0, 9, keys).astype(np.float32), 2.0 ** random.integers(-2, 3, keys)
         psi = np.einsum("rcd,kd->rck", vectors, k)
-        psi[:, : columns - linear] = psi[:, : columns - linear].clip(0)
+        psi[:, :-1] = psi[:, :-1].clip(0)
         exact = scale * (np.einsum("rc,rck->rk", coefficient, psi) + slack[:, None] * norm)
         # A bound that occurs is each row's tau: equality must keep the key.
         tau = np.sort(exact, axis=1)[np.arange(rows), random.integers(0, keys, rows)]
         norm[random.random(keys) < 0.1] = np.inf
         keep = ~(exact < tau[:, None]) | np.isinf(norm)
-        order = np.array(bound.column_order(columns))
         queries = bound.queries_per_tile(columns)
         # The rows of the first tile see the same keys: its inner spans need no mask, its outer ones do.
         ks, ke = random.integers(0, 330, (2, rows))
         ks[: queries + 4] = [30] * queries + [0, 21, 100, 64]
         ke[: queries + 4] = [300] * queries + [330, 311, 100, 65]
-        place = (np.arange(-(-rows // queries))[:, None] * queries + order[:, 0]).ravel()
-        inside, place = place < rows, np.minimum(place, rows - 1)
-        column = np.tile(order[:, 1], -(-rows // queries))
-        floor = np.where(linear & (column == columns - 1), -np.inf, 0.0)
         words = torch.full((rows, 11), CANARY, dtype=torch.int32, device=device)
         bound.launch_bound(
-            tensor((vectors[place, column] * inside[:, None]).astype(np.float32), device).to(torch.float8_e4m3fn),
-            *(tensor(part.astype(np.float32), device) for part in (coefficient[place, column], floor, slack, tau)),
+            tensor(vectors.astype(np.float32), device).to(torch.float8_e4m3fn),
+            *(tensor(part.astype(np.float32), device) for part in (coefficient, slack, tau)),
             tensor(k.astype(np.float32), device).to(torch.float8_e4m3fn),
             tensor(norm, device), tensor(scale.astype(np.float32), device),
-            *(tensor(part.astype(np.int32), device) for part in (ks, ke)), words, columns, start, end,
+            *(tensor(part.astype(np.int32), device) for part in (ks, ke)), words, start, end,
         )  # fmt: skip
         bits = (words.cpu().numpy()[:, :, None] >> np.arange(32)) & 1
         key = start + np.arange(11 * 32)

@@ -386,8 +386,8 @@ def test_planted_faults_in_the_pruned_path_are_found(monkeypatch, device, fault)
     else:
         bound = pipeline.launch_bound
 
-        def too_low(column, coefficient, floor, slack, *rest):
-            bound(column, coefficient * 0.01, floor, slack * 0.01, *rest)
+        def too_low(column, coefficient, slack, *rest):
+            bound(column, coefficient * 0.01, slack * 0.01, *rest)
 
         monkeypatch.setattr(pipeline, "launch_bound", too_low)
     case = Case(seed=33, rows=3, keys=440, topk=5, values=Values.LEARNED, scales=Scales.POWERS, columns=8)

@@ -70,15 +70,16 @@ class Mutator:
         self.monkeypatch.setattr(pipeline, launcher, getattr(module, launcher))
         self.monkeypatch.setattr(getattr(kernels, name), launcher, getattr(module, launcher))
 
-    def heads(self, old, new):
-        """Mutate the head combination inside both scoring kernels."""
-        from dosa_gpu.kernels import rescore, score, score_lists
+    def helper(self, file, name, users, old, new):
+        """Mutate a function of one kernel file inside the kernels that use it."""
+        module = self.load(f"kernels/{file}.py", old, new)
+        for user in users:
+            kernel = getattr(importlib.import_module(f"dosa_gpu.kernels.{user}"), f"_{user}_kernel")
+            self.monkeypatch.setitem(getattr(kernel, "fn", kernel).__globals__, name, getattr(module, name))
 
-        module = self.load("kernels/combine_heads.py", old, new)
-        for user in (rescore, score, score_lists):
-            kernel = getattr(user, f"_{user.__name__.rpartition('.')[2]}_kernel")
-            monkey_globals = getattr(kernel, "fn", kernel).__globals__
-            self.monkeypatch.setitem(monkey_globals, "combine_heads", module.combine_heads)
+    def heads(self, old, new):
+        """Mutate the head combination inside the scoring kernels."""
+        self.helper("combine_heads", "combine_heads", ("rescore", "score", "score_lists"), old, new)
 
     def pipeline(self, old, new):
         """Mutate the pipeline."""
@@ -121,8 +122,8 @@ def racy_append(plain):
 
 
 def guard_left_out(plain):
-    def bound(column, coefficient, floor, slack, *rest):
-        plain(column, coefficient, floor, torch.zeros_like(slack), *rest)
+    def bound(column, coefficient, slack, *rest):
+        plain(column, coefficient, torch.zeros_like(slack), *rest)
 
     return bound
 
@@ -138,10 +139,15 @@ def tau_high_in_emit(plain):
 MUTANTS = {
     # name: (mode that runs, seeded fault)
     "emit_drops_keys_at_tau": ("both", kernel("append", "flag = (score >= tau)", "flag = (score > tau)")),
-    "filter_drops_keys_at_tau": ("emit", kernel("score", "score >= tau[None, :]", "score > tau[None, :]")),
+    "filter_drops_keys_at_tau": (
+        "emit",
+        kernel("score", "bits = tl.where(score >= tau, bit, 0)", "bits = tl.where(score > tau, bit, 0)"),
+    ),
     "filter_sees_one_key_more": (
         "emit",
-        kernel("score", "(keys[:, None] < ke[None, :])", "(keys[:, None] <= ke[None, :]) & row_ok[None, :]"),
+        lambda mutate: mutate.helper(
+            "words", "store_words", ("score",), "_lowest(ke - first)", "_lowest(ke - first + 1)"
+        ),
     ),
     "bound_misses_the_first_key": (
         "both",
