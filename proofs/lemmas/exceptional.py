@@ -177,7 +177,7 @@ LEMMAS = (
         statement="score >= tau holds exactly for the scores that are not NaN and not below tau.",
         theme=THEME,
         build=_emit_comparison,
-        speaks_of=("dosa_ref.select.select_prefill", "dosa_gpu.kernels.emit.launch_emit"),
+        speaks_of=("dosa_ref.select.select_prefill", "dosa_gpu.kernels.append.launch_append"),
         mutants=(
             Mutant(id="not_below", broken="emitted unless score < tau", build=partial(_emit_comparison, ordered=False)),
         ),

@@ -130,7 +130,7 @@ def run(code):
 
 
 def test_kernels_bound_to_the_compiler_cannot_be_emulated():
-    done = run("import dosa_gpu.kernels.emit\nfrom dosa_verify import emulator\nemulator.install()")
+    done = run("import dosa_gpu.kernels.append\nfrom dosa_verify import emulator\nemulator.install()")
     assert "UnsupportedConfiguration: kernels are already bound to the compiler" in done.stderr
 
 

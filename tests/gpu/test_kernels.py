@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from dosa_gpu.kernels import bound, compact, emit, key_norms, rescore, score, topk
+from dosa_gpu.kernels import bound, compact, key_norms, rescore, score, topk
 from dosa_gpu.kernels.score_lists import launch_score_lists
 from dosa_ref import formats, scorer, select
 
@@ -179,26 +179,6 @@ class TestCompact:
         compact.launch_compact(words, window[0], window[1], index, count, 0, 100)
         assert count.item() == end
         assert index[0, :end].tolist() == list(range(end))
-
-
-class TestEmit:
-    def test_keeps_scores_that_reach_tau_in_order(self, random, device):
-        index = np.sort(random.permutation(9000)[:2500]).astype(np.int32)[None].repeat(3, 0)
-        scores = random.integers(-3, 4, (3, 2500)).astype(np.float32)
-        scores[0, ::7] = np.nan
-        scores[1, ::5] = -0.0
-        count, tau = np.array([2500, 1300, 0], np.int32), np.array([2.0, 0.0, -9.0], np.float32)
-        out_index = torch.full((3, 2500), CANARY, dtype=torch.int32, device=device)
-        out_score = torch.full((3, 2500), CANARY, dtype=torch.int32, device=device)
-        out_count = torch.full((3,), CANARY, dtype=torch.int32, device=device)
-        parts = (tensor(part, device) for part in (index, scores, count, tau))
-        emit.launch_emit(*parts, out_index, out_score.view(torch.float32), out_count)
-        for row in range(3):
-            keep = np.flatnonzero(scores[row, : count[row]] >= tau[row])
-            assert out_count[row].item() == len(keep)
-            np.testing.assert_array_equal(out_index[row, : len(keep)].cpu().numpy(), index[row][keep])
-            same_bits(out_score[row, : len(keep)].cpu().numpy(), scores[row][keep])
-            assert (out_index[row, len(keep) :] == CANARY).all()
 
 
 def score_rows(random, kind, keys):

@@ -547,7 +547,7 @@ def test_index_lemmas_speak_of_the_sizes_of_the_kernels():
     tile = assigned("plan.py", "INTERPRETER_TILE_KEYS")
     assert assigned("kernels/rescore.py", "TILES_PER_PROGRAM") * tile <= indices.SPAN
     assert assigned("kernels/topk.py", "GPU_TILE") <= assigned("kernels/topk.py", "INTERPRETER_TILE") <= indices.SPAN
-    assert assigned("kernels/emit.py", "TILE") <= indices.SPAN
+    assert assigned("kernels/append.py", "TILE") <= indices.SPAN
     assert assigned("kernels/compact.py", "TILE_WORDS") * 32 <= indices.SPAN
     assert assigned("plan.py", "MAX_ROWS") <= indices.BLOCK_ROWS
     assert assigned("kernels/bound.py", "TILE_COLUMNS") <= 2 * indices.HEADS
