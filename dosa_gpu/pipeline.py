@@ -294,6 +294,8 @@ def choose_columns(
 ) -> int:
     """Columns with the least expected time, from a trial on a few rows; 0 if a filter without the bound is faster.
 
+    Choices are tried upwards until one costs more than the one before.
+
     Exactness: heuristic; the choice changes speed only.
     """
     if len(plan.column_choices) == 1:
@@ -306,16 +308,24 @@ def choose_columns(
     low, high = few.span()
     words = workspace.take((len(few), -(-(high - low) // 32)), torch.int32)
     index = workspace.take((len(few), 1), torch.int32)
-    counts = torch.empty(len(plan.column_choices), len(few), dtype=torch.int32, device=rows.q.device)
-    for count, columns in zip(counts, plan.column_choices, strict=True):
+    count = torch.empty(len(few), dtype=torch.int32, device=rows.q.device)
+    visible = max(int(few.visible().sum()), 1)
+    best, least = 0, plan.expected_cost(0, 0.0) if may_filter else float("inf")
+    before = float("inf")
+    for columns in plan.column_choices:
         constants = prepare_rows(few.q, few.weights, heads, columns)
         launch_bound(
             constants.columns, constants.coefficients, constants.slack, tau,
             keys.k, keys.norm, keys.scale, few.ks, few.ke, words, low, high,
         )  # fmt: skip
         launch_compact(words, few.ks, few.ke, index, count, low, high)
-    visible = max(int(few.visible().sum()), 1)
-    return plan.cheapest_columns([sum(found) / visible for found in counts.tolist()], may_filter=may_filter)
+        cost = plan.expected_cost(columns, int(count.sum()) / visible)
+        if cost < least:
+            best, least = columns, cost
+        if cost > before:
+            break
+        before = cost
+    return best
 
 
 class Emitted:

@@ -8,7 +8,7 @@ import enum
 from dosa_ref.spec import HEAD_DIM, InvalidProblem, Mode, UnsupportedConfiguration
 
 DEFAULT_WORKSPACE_BYTES = 2 * 1024**3
-DEFAULT_COLUMNS = {32: 16, 64: 16}
+DEFAULT_COLUMNS = {32: 12, 64: 16}
 SUPPORTED_COLUMNS = (8, 12, 16, 20, 24, 32)
 
 # Milliseconds for 2**29 (query, key) pairs on one H200, by number of columns or of heads (docs/performance-notes.md).
@@ -16,7 +16,7 @@ SUPPORTED_COLUMNS = (8, 12, 16, 20, 24, 32)
 BOUND_COST = {8: 1.4, 12: 1.9, 16: 2.4, 20: 3.1, 24: 3.4, 32: 4.3}
 RESCORE_COST = {32: 15.0, 64: 18.0}
 FILTER_COST = {32: 5.2, 64: 10.0}
-TRIALS_FROM_PAIRS = 2**28
+TRIALS_FROM_PAIRS = 2**30
 """Smaller calls take the default number of columns: a trial would cost more than it saves."""
 
 MAX_ROWS = 4096
@@ -125,18 +125,16 @@ class PrefillPlan:
     workspace_bytes: int
     needed_bytes: int
 
-    def cheapest_columns(self, shares: list[float], *, may_filter: bool) -> int:
-        """The choice with the least expected time, or 0 if scoring every pair once, without a bound, takes less.
+    def expected_cost(self, columns: int, share: float) -> float:
+        """Milliseconds for 2**29 pairs with a bound of so many columns; 0 columns: a filter that scores every pair.
 
         Args:
-            shares: survivors by choice, as a share of all pairs.
-            may_filter: whether 0 may be the answer.
+            columns: dot columns per row, or 0.
+            share: survivors of the bound, as a share of all pairs.
         """
-        rescore = RESCORE_COST[self.num_heads]
-        cost = {0: FILTER_COST[self.num_heads]} if may_filter else {}
-        for columns, share in zip(self.column_choices, shares, strict=True):
-            cost[columns] = BOUND_COST[columns] + rescore * share
-        return min(cost, key=cost.__getitem__)
+        if columns == 0:
+            return FILTER_COST[self.num_heads]
+        return BOUND_COST[columns] + RESCORE_COST[self.num_heads] * share
 
 
 TOPK_PROGRAMS = {"cpu": 2}

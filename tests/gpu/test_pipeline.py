@@ -302,24 +302,31 @@ class TestChoices:
         monkeypatch.setattr(plan, "TRIALS_FROM_PAIRS", 1)
         problem = build(LEARNED)
         seen = []
-        plain = plan.PrefillPlan.cheapest_columns
+        plain = plan.PrefillPlan.expected_cost
 
-        def note(self, shares, **options):
-            seen.append(shares)
-            return plain(self, shares, **options)
+        def note(self, columns, share):
+            seen.append((columns, share))
+            return plain(self, columns, share)
 
-        monkeypatch.setattr(plan.PrefillPlan, "cheapest_columns", note)
+        monkeypatch.setattr(plan.PrefillPlan, "expected_cost", note)
+        # Columns for nothing: all are tried, and the most are taken.
+        monkeypatch.setattr(plan, "BOUND_COST", dict.fromkeys(plan.SUPPORTED_COLUMNS, 0.0))
         selection = run(problem, device, Path.AUTO)
         assert_equals_reference(selection, problem)
-        (shares,) = seen
-        assert len(shares) == len(plan.SUPPORTED_COLUMNS)
-        assert 0 < shares[-1] <= shares[0] < 1
-        monkeypatch.setattr(plan, "FILTER_COST", {32: 0.0, 64: 0.0})
+        (_, *tried) = seen
+        assert [columns for columns, _ in tried] == list(plan.SUPPORTED_COLUMNS)
+        assert 1 > tried[0][1] > tried[-1][1] > 0
+        assert selection.stats.columns == 32
+        # Dear columns: the second choice already costs more than the first.
+        monkeypatch.setattr(plan, "BOUND_COST", {columns: 100.0 * columns for columns in plan.SUPPORTED_COLUMNS})
+        seen.clear()
+        assert run(problem, device, Path.DOSA).stats.columns == 8
+        assert [columns for columns, _ in seen] == [8, 12]
+        # Dearer than scoring every pair once.
         filtered = run(problem, device, Path.AUTO)
         assert_equals_reference(filtered, problem)
         assert filtered.stats.columns == 0
         assert filtered.stats.fallback["slack_bound"] == list(range(12))
-        assert run(problem, device, Path.DOSA).stats.columns > 0
 
     def test_hints_raise_tau_and_change_nothing_else(self, device):
         problem = build(LEARNED).rows(0, 1)
