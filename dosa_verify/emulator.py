@@ -75,7 +75,7 @@ def install() -> None:
     _demand_form(reductions, "sum", _SUM_SIGNATURE)
     handle_type = interpreter.TensorHandle
 
-    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:  # noqa: ARG001
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
         kinds = {str(a.dtype.scalar), str(b.dtype.scalar)}
         if kinds in ({"fp32"}, {"fp64"}):
             # Query preparation: any order of additions is allowed there, so these bits need no model.
