@@ -272,6 +272,8 @@ def directed_cases(topk: int, *, long: tuple[int, ...] = ()) -> Iterator[LogitsC
         yield change(base, scores=scores)
     for windows in RowWindows:
         yield change(base, seed=2, rows=6, scores=Scores.FEW_VALUES, windows=windows, strided=True)
+    # Rows that start aligned and end anywhere: a load of four reaches behind some of them.
+    yield change(base, seed=11, rows=8, columns=8 * topk + 16, scores=Scores.FEW_VALUES, windows=RowWindows.RAGGED)
     for planted in Planted:
         yield change(base, seed=3, planted=(planted,))
     yield change(base, seed=4, planted=(Planted.PLUS_INF, Planted.MINUS_INF, Planted.NAN), windows=RowWindows.RAGGED)
