@@ -46,9 +46,8 @@ ACTIVE_SHARE: Final = 0.5
 """The published recipe aggregates negative heads that are active on this share of the winners."""
 ABLATION_COLUMNS: Final = {32: 12, 64: 20}
 CONTROL_KEYS: Final = 16384
-LONG_KEYS: Final = 65536
 LONG_SHARE: Final = 0.3
-"""2048 of a million keys are 0.2 %; so many last keys of such a trace with less than this, in percent, stand for it."""
+"""2048 of a million keys are 0.2 %; cases with less than this, in percent, stand for such a context."""
 SHARED: Final = ((64, 32), (128, 64))
 """Shared vectors, and the rows of the block that shares them."""
 
@@ -501,14 +500,12 @@ def _targets(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Mean survivors of the recipe where the top K is as small a share as 2048 of a million keys, layer 0 apart."""
     found = []
     for num_heads, columns in ABLATION_COLUMNS.items():
-        fitting = [
-            c for c in cases if c["num_heads"] == num_heads and c["keys"] >= LONG_KEYS and c["top_share"] < LONG_SHARE
-        ]
+        fitting = [c for c in cases if c["num_heads"] == num_heads and c["top_share"] < LONG_SHARE]
         for first in (False, True):
             layer = [c for c in fitting if ("layer00" in c["trace"]) == first]
             if layer:
                 kept = float(np.mean([_mean(case, "recipe", columns) for case in layer]))
-                names = sorted({case["trace"] for case in layer})
+                names = sorted({f"{case['trace']} ({case['keys']:,} keys)" for case in layer})
                 found.append({"num_heads": num_heads, "columns": columns, "traces": names, "survivors": kept})
     return found
 
