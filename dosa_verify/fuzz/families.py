@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from dosa_gpu.plan import SUPPORTED_COLUMNS
 from dosa_ref.problem import PrefillProblem
 from dosa_ref.scorer import score_row
 from dosa_ref.select import exact_topk, select_dense
@@ -156,7 +157,7 @@ def _look(family: Family, variants: tuple[str, ...], random: np.random.Generator
         topk=topk if small else int(random.choice([5, 300, 2048])),
         windows=list(Windows)[random.integers(len(Windows))],
         strided=bool(random.random() < 0.3),
-        columns=int(random.choice([8, 16, 32])),
+        columns=int(random.choice(SUPPORTED_COLUMNS)),
         survivor_capacity=[None, 64, 128][random.integers(3)] if small else None,
         tight_workspace=bool(random.random() < 0.2) and small,
         hints=list(Hints)[random.integers(len(Hints))] if random.random() < 0.5 else Hints.NONE,
@@ -193,16 +194,18 @@ def _look(family: Family, variants: tuple[str, ...], random: np.random.Generator
     else:
         hints = draw_hints(case.hints, problem, case.seed)
     variant = variants[random.integers(len(variants))]
+    columns = case.columns if random.random() < 0.7 else None
     longest = max(len(key), 1)
     features = (
         f"variant.{variant}",
         f"topk.{case.topk}",
+        f"columns.{'default' if columns is None else columns}",
         f"keys.up_to_{10 ** len(str(longest - 1)) if longest < MILLION - 100 else MILLION}",
         f"rows.{'1' if len(rows) == 1 else 'several'}",
         *(["poison"] if poison else []),
     )
     options = RunOptions(
-        columns=case.columns,
+        columns=columns,
         survivor_capacity=case.survivor_capacity,
         strided=case.strided,
         tight_workspace=case.tight_workspace,

@@ -82,6 +82,8 @@ def directed_cases() -> Iterator[Case]:
     yield change(base, seed=19, rows=5, windows=Windows.RAGGED, hints=Hints.RANDOM)
     yield change(base, seed=20, windows=Windows.INVERTED, hints=Hints.ONE)
     yield change(base, seed=22, windows=Windows.RAGGED, hints=Hints.OUTSIDE)
+    # Hints, and no row that is long enough to use them.
+    yield change(base, seed=23, rows=1, keys=1, topk=1, hints=Hints.ONE)
     yield change(base, seed=11, num_heads=64, windows=Windows.RAGGED, columns=32)
     yield change(base, seed=12, num_heads=20)
     # More rows than the first block holds, then more keys than one chunk, none a multiple of any block.

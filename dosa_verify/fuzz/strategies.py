@@ -6,6 +6,7 @@ import dataclasses
 
 from hypothesis import strategies as st
 
+from dosa_gpu.plan import SUPPORTED_COLUMNS
 from dosa_ref.spec import SM90_NUM_HEADS
 from dosa_verify.fuzz.cases import Case, Hints, Scales, Special, Values, Weights, Windows
 
@@ -27,7 +28,7 @@ class Limits:
     keys: int = 600
     topk: int = 64
     num_heads: tuple[int, ...] = (*SM90_NUM_HEADS, 20)
-    columns: tuple[int, ...] = (8, 16, 32)
+    columns: tuple[int, ...] = SUPPORTED_COLUMNS
     survivor_capacity: tuple[int | None, ...] = (None, 64, 128)
 
 
