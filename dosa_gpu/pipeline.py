@@ -534,7 +534,7 @@ def run(
             report.note(Fallback.SHORT_ROW, block[~is_long & (visible[block] > 0)])
             dense, again = block[~is_long], block[is_long]
             candidates = again
-            if hints is not None or len(candidates) >= PILOTS_FROM:
+            if len(candidates) and (hints is not None or len(candidates) >= PILOTS_FROM):
                 state = skip(candidates, own=False)
                 again = candidates[state == TOO_FEW_SEEDS]
                 dense = torch.cat([dense, candidates[(state != 0) & (state != TOO_FEW_SEEDS)]])

@@ -71,7 +71,7 @@ LEMMAS = (
     "ties_kept",
     "tie_break_total_order",
     "order_code",
-    "radix_select",
+    "code_bisection",
     "running_threshold",
     "overflow_rescan",
     "merge_dropped",

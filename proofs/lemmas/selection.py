@@ -136,24 +136,30 @@ def _order_code(_: Constants, *, one_zero: bool = True, nan_is_least: bool = Tru
     return Statement(logic="QF_BVFP", premises=(), claim=every(*claims))
 
 
-def _radix_select(_: Constants, *, subtracted: bool = True, reaches: bool = True) -> Statement:
-    # One digit. greater: codes above every code with the prefix; wanted: which largest of the codes with the prefix is
-    # sought; at_least, above: codes with the prefix whose digit is at least, and above, the one chosen.
-    greater, wanted, topk, at_least, above = (integer(n) for n in ("greater", "wanted", "topk", "at_least", "above"))
-    next_greater = greater + above
-    next_wanted = wanted - above if subtracted else wanted
+def _code_bisection(_: Constants, *, up: bool = True, equal_counts: bool = True) -> Statement:
+    # One step. The K-th largest code lies in low .. high: reached codes, K at least, are low or more; above codes,
+    # fewer than K, are more than high. passing: codes that are middle or more, that is, more than middle - 1.
+    names = "low high middle topk reached above passing"
+    low, high, middle, topk, reached, above, passing = (integer(name) for name in names.split())
+    length = high - low + 1 if up else high - low
+    enough = passing >= topk if equal_counts else passing > topk
+    next_low, next_reached = choose(enough, middle, low), choose(enough, passing, reached)
+    next_high, next_above = choose(enough, high, middle - 1), choose(enough, above, passing)
     return Statement(
         logic="QF_LIA",
         premises=(
-            equal(greater + wanted, topk),
-            at_least >= wanted if reaches else at_least < wanted,
-            above < wanted,
+            low < high,
+            # The middle is half the length above low, rounded down.
+            2 * (middle - low) <= length,
+            length < 2 * (middle - low) + 2,
+            reached >= topk,
+            above < topk,
         ),
         claim=every(
-            equal(next_greater + next_wanted, topk),
-            next_wanted >= 1,
-            # The codes with the longer prefix are at_least - above: what is still wanted is among them.
-            next_wanted <= at_least - above,
+            next_reached >= topk,
+            next_above < topk,
+            next_low <= next_high,
+            next_high - next_low < high - low,
         ),
     )
 
@@ -304,21 +310,18 @@ LEMMAS = (
         ),
     ),
     Lemma(
-        id="radix_select",
-        statement="The largest digit that still reaches the wanted count keeps the K-th largest code in the prefix.",
+        id="code_bisection",
+        statement="Halving a range of codes by counting keeps the K-th largest code in it, and the range shrinks.",
         theme=THEME,
-        build=_radix_select,
-        speaks_of=("dosa_gpu.kernels.topk.launch_topk",),
+        build=_code_bisection,
+        speaks_of=("dosa_gpu.kernels.topk.launch_topk", "dosa_gpu.kernels.topk.launch_kth"),
         mutants=(
-            Mutant(
-                id="not_subtracted",
-                broken="larger digits are not counted",
-                build=partial(_radix_select, subtracted=False),
-            ),
-            Mutant(id="digit_too_large", broken="the next digit", build=partial(_radix_select, reaches=False)),
+            Mutant(id="rounded_down", broken="the middle may be low", build=partial(_code_bisection, up=False)),
+            Mutant(id="exactly_k", broken="K codes are too few", build=partial(_code_bisection, equal_counts=False)),
         ),
-        note="After four digits the prefix is the K-th code: `greater` codes above it and `wanted` of those equal to "
-        "it are K keys; which of the equal ones is `tie_rank`.",
+        note="In the end low = high is the K-th code: K codes reach it, fewer are above it; which of the equal ones is "
+        "`tie_rank`. An entry that K others are ahead of is dropped by `merge_dropped`, what lies below a code that K "
+        "entries reach by `strict_pruning`.",
     ),
     Lemma(
         id="running_threshold",

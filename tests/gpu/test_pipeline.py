@@ -282,6 +282,10 @@ class TestChoices:
         odd = torch.tensor([[5, 5, -7], [2**40, 1499, 1499]], device=device)
         assert_equals_reference(run(problem, device, hint_indices=odd), problem)
 
+    def test_hints_for_rows_that_need_no_bound(self, device):
+        problem = dataclasses.replace(build(dataclasses.replace(LEARNED, rows=2, keys=30)), topk=40)
+        assert_equals_reference(run(problem, device, hint_indices=torch.tensor([3, 5], device=device)), problem)
+
     def test_automatic_path(self, device):
         long_rows = build(LEARNED)
         assert run(long_rows, device, Path.AUTO).stats.path == "dosa"

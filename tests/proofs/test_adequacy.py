@@ -588,7 +588,7 @@ for k in range(1, rows + 1):
 
 
 def test_the_kernel_s_order_is_that_of_order_code(evaluate, bits):
-    # order_code, radix_select and tie_rank, in the interpreted kernel: for every K the K best of the encoded order.
+    # order_code, code_bisection and tie_rank, in the interpreted kernel: for every K the K best of the encoded order.
     pytest.importorskip("triton", minversion="3.9", reason="the emulator needs it")
     patterns = [*EDGE_BITS, *EDGE_BITS, 0x7FC00000, 0xFFFFFFFF, 0x3F800001, 0xBF800000, 0xBF7FFFFF]
     text = order_code(bits_term("s", 32)).text

@@ -1,0 +1,17 @@
+; code_bisection: Halving a range of codes by counting keeps the K-th largest code in it, and the range shrinks.
+; The negated claim: unsat means proved.
+(set-logic QF_LIA)
+(declare-const above Int)
+(declare-const high Int)
+(declare-const low Int)
+(declare-const middle Int)
+(declare-const passing Int)
+(declare-const reached Int)
+(declare-const topk Int)
+(assert (< low high))
+(assert (<= (* 2 (- middle low)) (+ (- high low) 1)))
+(assert (< (+ (- high low) 1) (+ (* 2 (- middle low)) 2)))
+(assert (>= reached topk))
+(assert (< above topk))
+(assert (not (and (>= (ite (>= passing topk) passing reached) topk) (< (ite (>= passing topk) above passing) topk) (<= (ite (>= passing topk) middle low) (ite (>= passing topk) high (- middle 1))) (< (- (ite (>= passing topk) high (- middle 1)) (ite (>= passing topk) middle low)) (- high low)))))
+(check-sat)
