@@ -35,6 +35,7 @@ from dosa_ref.spec import (
 from dosa_verify.bench.cli import bench_app
 from dosa_verify.environment import invocation
 from dosa_verify.targets.dosa import Device, connect, cuda_is_available
+from dosa_verify.traces.cli import app as trace_app
 
 
 class Exit(enum.IntEnum):
@@ -59,6 +60,7 @@ app = typer.Typer(
 audit_app = typer.Typer(no_args_is_help=True, help="Find out what hardware and libraries compute.")
 app.add_typer(audit_app, name="audit")
 app.add_typer(bench_app, name="bench")
+app.add_typer(trace_app, name="trace")
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout (docs/schemas.md).")]
 DeviceOption = Annotated[Device, typer.Option("--device", help="cpu is the emulator (triton >= 3.9).")]

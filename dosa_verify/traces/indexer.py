@@ -24,6 +24,7 @@ from dosa_ref.spec import E4M3_MAX, HEAD_DIM
 from dosa_verify.traces.model import Rotary
 
 ROPE_DIM: Final = 64
+SCORE_SCALE: Final[float] = HEAD_DIM**-0.5
 AMAX_FLOOR: Final = 1e-4
 """Smallest amax of a token: keeps the scale of a zero row away from zero."""
 
@@ -220,7 +221,7 @@ def attention_target(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor) -> 
     grouped = q.float().unflatten(0, (k.shape[0], group))
     total: torch.Tensor = torch.zeros(hidden.shape, device=q.device)
     for heads, key in zip(grouped, k.float()):
-        logits = heads @ key.T * float(q.shape[-1] ** -0.5)
+        logits = heads @ key.T * q.shape[-1] ** -0.5
         total += torch.softmax(logits.masked_fill(hidden, HIDDEN), dim=-1).sum(0)
     return total / q.shape[0]
 
@@ -230,7 +231,7 @@ def _scores(indexer: Indexer, x: torch.Tensor, rows: torch.Tensor, positions: sl
     q, w = indexer.queries(x[rows], rows, rope)
     k = indexer.keys(x, positions, rope).to(q.dtype)
     dots = functional.linear(q.flatten(0, 1), k).relu_().unflatten(0, q.shape[:2])
-    return torch.bmm(w.to(q.dtype).unsqueeze(1), dots).squeeze(1).float() * HEAD_DIM**-0.5
+    return torch.bmm(w.to(q.dtype).unsqueeze(1), dots).squeeze(1).float() * SCORE_SCALE
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -265,7 +266,7 @@ def quantize(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def hadamard_matrix(device: torch.device) -> torch.Tensor:
     """The orthogonal Hadamard matrix of 128 rows, float32."""
     matrix: torch.Tensor = torch.from_numpy(hadamard(HEAD_DIM)).to(device, torch.float32)
-    return torch.mul(matrix, HEAD_DIM**-0.5)
+    return matrix * SCORE_SCALE
 
 
 @torch.no_grad()
@@ -286,7 +287,7 @@ def prepare_queries(
     """
     q, w = indexer.queries(x, positions, rope)
     codes, scale = quantize(q if rotation is None else q.float() @ rotation)
-    return codes, w * scale * HEAD_DIM**-0.5
+    return codes, w * scale * SCORE_SCALE
 
 
 @torch.no_grad()

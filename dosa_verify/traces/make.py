@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+import ml_dtypes
 import torch
 
+from dosa_ref.problem import PrefillProblem
 from dosa_ref.spec import HEAD_DIM, InvalidProblem
+from dosa_ref.trace import save_trace
 from dosa_verify.traces.indexer import (
     ROPE_DIM,
     Indexer,
@@ -35,6 +40,7 @@ from dosa_verify.traces.model import (
     OnProgress,
     Pack,
     Rotary,
+    load_pack,
     rotary,
     run_layers,
 )
@@ -192,6 +198,66 @@ def make(
                 for keys in lengths:
                     header = _header(pack, options, name, layer, heads, base, length, keys, topk, loss, training)
                     yield _suffix(f"{name}_layer{layer:02d}_h{heads}_{keys}", tensors, keys, header)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A trace file.
+
+    Attributes:
+        file: where.
+        sha256: of the file.
+        bytes: its size.
+        header: its text header.
+    """
+
+    file: Path
+    sha256: str
+    bytes: int
+    header: Mapping[str, str]
+
+    def to_json(self) -> dict[str, object]:
+        """One entry of the record (schema ``dosa.trace_make/1``)."""
+        return {"file": str(self.file), "sha256": self.sha256, "bytes": self.bytes, "header": dict(self.header)}
+
+
+def write(files: Sequence[Path], folder: Path, *, device: str, topk: int, **arguments: Any) -> Iterator[Written]:
+    """Make traces and write each to ``<folder>/<name>.safetensors``.
+
+    Args:
+        files: the pack's parts.
+        folder: where the traces go.
+        device: ``cuda`` or ``cpu``.
+        topk: keys per row, for the header.
+        **arguments: those of :func:`make`.
+
+    Yields:
+        What was written, file by file.
+
+    Raises:
+        InvalidProblem: see :func:`load_pack` and :func:`make`.
+    """
+    pack = load_pack(files, torch.device(device))
+    for trace in make(pack, topk=topk, **arguments):
+        file = folder / f"{trace.name}.safetensors"
+        save_trace(file, to_problem(trace, topk), trace.header)
+        data = file.read_bytes()
+        yield Written(file=file, sha256=hashlib.sha256(data).hexdigest(), bytes=len(data), header=trace.header)
+
+
+def to_problem(trace: TraceTensors, topk: int) -> PrefillProblem:
+    """The reference's form of a trace, in host memory."""
+    codes = (x.view(torch.uint8).cpu().numpy().view(ml_dtypes.float8_e4m3fn) for x in (trace.q, trace.k))
+    q, k = codes
+    return PrefillProblem(
+        q=q,
+        k=k,
+        k_scale=trace.k_scale.cpu().numpy(),
+        weights=trace.weights.cpu().numpy(),
+        cu_seqlen_ks=trace.ks.cpu().numpy(),
+        cu_seqlen_ke=trace.ke.cpu().numpy(),
+        topk=topk,
+    )
 
 
 def train_indexers(

@@ -12,6 +12,7 @@ from dosa_verify import environment, proving, selection, verify
 from dosa_verify.audit import accumulation, evidence, fp8, scorer
 from dosa_verify.bench import cells
 from dosa_verify.fuzz import report, runner
+from dosa_verify.traces import stats
 
 FOLDER = importlib.resources.files("dosa_verify") / "schemas"
 DOCUMENTS = {file.name: json.loads(file.read_text(encoding="utf-8")) for file in FOLDER.iterdir()}
@@ -28,6 +29,9 @@ NAMES = {
     verify.SCHEMA,
     cells.SCHEMA,
     cells.RUN_SCHEMA,
+    stats.SCHEMA,
+    "dosa.trace_pack/1",
+    "dosa.trace_make/1",
 }
 
 
