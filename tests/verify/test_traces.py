@@ -67,7 +67,8 @@ def test_survivors_are_those_of_the_reference_bound(report):
 
 
 def test_the_command_gives_the_record(schema_errors):
-    done = CliRunner().invoke(app, ["trace", "stats", str(BUNDLED), *"--topk 64 --rows 1 --columns 8 --json".split()])
+    options = ["--topk", "64", "--rows", "1", "--columns", "8", "--json"]
+    done = CliRunner().invoke(app, ["trace", "stats", str(BUNDLED), *options])
     assert done.exit_code == 0, done.output
     record = json.loads(done.stdout)
     assert schema_errors(record) == []
