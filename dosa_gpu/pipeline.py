@@ -35,7 +35,7 @@ from dosa_ref.spec import PAD_INDEX, Fallback, Mode
 
 PRUNING = (Mode.PRUNE, Mode.BOTH)
 """Modes with the bound pass."""
-PILOTS_FROM = 8
+PILOTS_FROM = 3
 """With fewer rows than this a pilot costs more than it saves."""
 HALF_SAMPLE = 32
 """Keys just below ``tau``, and keys anywhere, on which the heads of a row are measured."""

@@ -101,7 +101,7 @@ def test_other_dots_are_refused():
         tl.store(out_ptr + place, tl.dot(a, a))
 
     with pytest.raises(Exception, match="E4M3 dots only") as refusal:
-        kernel[(1,)](torch.ones(32, 32), torch.zeros(32, 32))
+        kernel[(1,)](torch.ones(32, 32, dtype=torch.float16), torch.zeros(32, 32))
     assert isinstance(refusal.value.__cause__ or refusal.value, UnsupportedConfiguration)
 
 

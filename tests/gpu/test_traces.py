@@ -58,7 +58,8 @@ def test_every_index_and_score_of_the_pruned_path(scored, mode, topk, device):
     if topk == 256 and mode in (Mode.PRUNE, Mode.BOTH):
         # Exact by the dense path alone would prove nothing.
         pruned = [done and rate > 0 for done, rate in zip(selection.stats.row_pruned, selection.stats.row_prune_rate)]
-        assert sum(pruned) >= 0.9 * ROWS, selection.stats
+        # One of the rows is the pilot, which is scored densely too.
+        assert sum(pruned) >= ROWS - 1, selection.stats
 
 
 def test_the_references_own_modes_agree_on_a_real_row():

@@ -203,7 +203,10 @@ MUTANTS = {
         "topk",
         kernel("topk", "while (low < high) & (reached > enough)", "while (low + 64 < high) & (reached > enough)"),
     ),
-    "one_column_beyond_the_end": ("topk", kernel("topk", "(place0 < b_end)", "(place0 <= b_end)")),
+    "one_column_beyond_the_end": (
+        "topk",
+        kernel("topk", "b_end = tl.load(b_end_ptr + row)", "b_end = tl.load(b_end_ptr + row) + 1"),
+    ),
 }
 
 
@@ -221,6 +224,7 @@ def find(mode, device, folder, *, seed=0, directed=True):
 @pytest.mark.parametrize("name", MUTANTS)
 def test_each_mutant_is_found(name, device, monkeypatch, tmp_path):
     mode, apply = MUTANTS[name]
+    monkeypatch.setattr(runner, "SHRINK_SECONDS", 0.0)  # to find it is enough here
     apply(Mutator(monkeypatch, tmp_path))
     report = find(mode, device, tmp_path)
     assert report.failure is not None, f"{name} survived {report.cases} cases"
