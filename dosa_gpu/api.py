@@ -142,6 +142,20 @@ def validate(
     return windows
 
 
+def _savings(path: Path, mode: Mode) -> Mode | None:
+    """Savings that a path has on, None for the dense path; the automatic path counts as the pruned one."""
+    return {Path.DENSE: None, Path.LITETOPK: Mode.EMIT}.get(path, mode)
+
+
+def _padded_heads(heads: int) -> int:
+    """Heads of the contract that so many are padded to."""
+    if not 0 < heads <= max(SM90_NUM_HEADS):
+        raise UnsupportedConfiguration(
+            f"num_heads: got {heads}, the contract sm90 is defined for at most {max(SM90_NUM_HEADS)}"
+        )
+    return next(size for size in SM90_NUM_HEADS if size >= heads)
+
+
 def workspace_size(
     *,
     num_rows: int,
@@ -168,15 +182,13 @@ def workspace_size(
         InvalidProblem, UnsupportedConfiguration: as ``select_prefill``.
     """
     path, mode = _choice(Path, "path", path), _choice(Mode, "mode", mode)
-    if not 0 < num_heads <= max(SM90_NUM_HEADS):
-        raise UnsupportedConfiguration(f"num_heads: got {num_heads}, 1 to {max(SM90_NUM_HEADS)} are served")
     return plan_prefill(
         device_type=device_type,
-        num_heads=next(size for size in SM90_NUM_HEADS if size >= num_heads),
+        num_heads=_padded_heads(num_heads),
         num_rows=num_rows,
         num_keys=num_keys,
         topk=topk,
-        mode={Path.DENSE: None, Path.LITETOPK: Mode.EMIT}.get(path, mode),
+        mode=_savings(path, mode),
         columns=columns,
         workspace_bytes=workspace_bytes,
         survivor_capacity=None,
@@ -247,10 +259,7 @@ def select_prefill(
     rows, heads, _ = q.shape
     if topk > GPU_MAX_TOPK:
         raise UnsupportedConfiguration(f"topk: got {topk}, the GPU path serves at most {GPU_MAX_TOPK}")
-    if heads > max(SM90_NUM_HEADS):
-        raise UnsupportedConfiguration(
-            f"num_heads: got {heads}, the contract sm90 is defined for at most {max(SM90_NUM_HEADS)}"
-        )
+    padded = _padded_heads(heads)
     if k.shape[0] >= 2**31 - 2**17:
         raise UnsupportedConfiguration(f"k: {k.shape[0]} keys, key columns are int32")
     path, mode = _choice(Path, "path", path), _choice(Mode, "mode", mode)
@@ -260,13 +269,12 @@ def select_prefill(
         _require(hint_indices.dtype in (torch.int32, torch.int64), "hint_indices", hint_indices.dtype, "int32 or int64")
         inside = hint_indices[(hint_indices >= 0) & (hint_indices < k.shape[0])]
         hints = inside.to(device=q.device, dtype=torch.int32).unique()
-    padded = next(size for size in SM90_NUM_HEADS if size >= heads)
     visible = (last - first).clamp(min=0)
     taken = path
     if path is Path.AUTO:
         long_rows = int((visible >= DENSE_BELOW * topk).sum())
         taken = Path.DOSA if topk and 2 * long_rows >= rows and rows else Path.DENSE
-    savings = {Path.DOSA: mode, Path.LITETOPK: Mode.EMIT}.get(taken)
+    savings = _savings(taken, mode)
     plan = plan_prefill(
         device_type=q.device.type,
         num_heads=padded,
@@ -287,7 +295,8 @@ def select_prefill(
     faults = gate.device_faults(q.device)
     if faults and q.device.type == "cpu":
         raise BackendUnavailable(f"{NEEDS_EMULATOR} ({faults[0]})")
-    if taken is Path.DOSA:
+    # Whatever skips keys by a threshold rests on the lemmas and on the contract.
+    if taken is not Path.DENSE:
         gate.require_proved()
         gate.require_contract(faults)
     workspace = Workspace(q.device, workspace_bytes)

@@ -159,8 +159,8 @@ def bytes_per_row(
     if mode is None or mode is Mode.BASE:
         return dense
     bits = key_chunk // 8
-    # Query preparation: norms, errors, shares, the projection's multipliers; the columns, in two orders.
-    preparation = num_heads * (40 + 4 * 32) + columns * (2 * 128 + 64) + 1024
+    # Query preparation: norms, errors, shares, the projection's multipliers; columns and coefficients.
+    preparation = num_heads * (40 + 4 * 32) + columns * (128 + 4) + 1024
     rest = running + inputs + 8 * (capacity + list_capacity) + bits + preparation
     # A row's own list has int64 temporaries. Rows that the bound cannot serve are scored densely, in the same space.
     return max(dense, rest + 4 * seeds, (rest + 48 * own_seeds) // OWN_SHARE)

@@ -1,7 +1,7 @@
 """Query-side preparation of the bound: columns, coefficients, ``rho`` and the guard, rounded outward.
 
-What is chosen here (which heads to keep, the projection, the aggregate) decides how much is pruned, never whether the
-bound holds; ``docs/bound.md`` has the mathematics, term by term.
+What is chosen here (which heads to keep, the projection, the linear column) decides how much is pruned, never whether
+the bound holds; ``docs/bound.md`` has the mathematics, term by term.
 """
 
 from __future__ import annotations

@@ -133,10 +133,11 @@ class TestPath:
         yield
         gate.require_proved.cache_clear()
 
-    def test_a_changed_constant_stops_the_pruned_path_only(self, device, monkeypatch):
+    def test_a_changed_constant_stops_all_but_the_dense_path(self, device, monkeypatch):
         monkeypatch.setattr(spec, "BOUND_CHAIN_ULPS", 8)
-        with pytest.raises(UnprovedBound, match="BOUND_CHAIN_ULPS = 80, the kernels use 8"):
-            api.select_prefill(*small_problem(device), 3, path=Path.DOSA)
+        for path in (Path.DOSA, Path.LITETOPK):
+            with pytest.raises(UnprovedBound, match="BOUND_CHAIN_ULPS = 80, the kernels use 8"):
+                api.select_prefill(*small_problem(device), 3, path=path)
         dense = api.select_prefill(*small_problem(device), 3, path=Path.DENSE)
         np.testing.assert_array_equal(dense.topk_indices.cpu(), [[0, 1, 2]] * 2)
 

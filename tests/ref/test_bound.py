@@ -324,6 +324,7 @@ def test_the_price_shortens_multipliers():
     w = np.ones(3, np.float32)
     free = build_row_bound(q, w, 2)
     assert free.certificate.retained.tolist() == [0, -1]
+    # scipy's float64 least squares; the certificate is judged exactly elsewhere, whatever its last bits.
     np.testing.assert_allclose(free.certificate.projection[1, 0], 0.5)
     # Mean |x| per key norm is 4 for half of the keys along the head: p = 4 sqrt(17) / 2, and 0.5 - p / 64 is left.
     priced = build_row_bound(q, w, 2, encode([AXIS[0], AXIS[5]]))
