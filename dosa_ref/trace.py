@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -296,15 +296,28 @@ def _write(path: str | os.PathLike[str], tensors: Mapping[str, npt.NDArray[Any]]
     if target.exists() and not target.is_file():
         raise InvalidProblem("file", f"{path}, which is no regular file", "a path that may be replaced")
     contiguous = {name: np.ascontiguousarray(array) for name, array in tensors.items()}
-    data = _with_sorted_header(safetensors.numpy.save(contiguous, dict(header)))
-    temporary = None
     try:
-        with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as stream:
-            temporary = Path(stream.name)
-            stream.write(data)
-        temporary.chmod(0o644)  # the temporary file was private to its maker
-        temporary.replace(target)
+        write_whole(target, _with_sorted_header(safetensors.numpy.save(contiguous, dict(header))))
     except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
         raise InvalidProblem("file", f"{path}: {error.strerror}", "a writable path") from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that appears whole or not at all, with the permissions that any new file of this process gets.
+
+    Args:
+        path: where; a file that is there is replaced.
+        data: all of it.
+
+    Raises:
+        OSError: it cannot be written; nothing is left behind.
+    """
+    # Not from tempfile, whose files are private to their maker whatever the umask says.
+    temporary = path.with_name(f".{path.name[:200]}.{secrets.token_hex(8)}")
+    try:
+        with temporary.open("xb") as stream:
+            stream.write(data)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

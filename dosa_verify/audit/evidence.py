@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dosa_ref.spec import InvalidProblem
+from dosa_ref.trace import write_whole
 from dosa_verify.environment import environment
 
 SCHEMA = "dosa.audit_evidence/1"
@@ -60,15 +59,7 @@ def this_command(arguments: Sequence[str] | None = None) -> str:
 def write(record: Mapping[str, object], path: Path) -> None:
     """Write a record to a file that appears whole or not at all."""
     text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":")) + "\n"
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-    Path(name).chmod(0o644)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        Path(name).replace(path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    write_whole(path, text.encode())
 
 
 def read(path: Path, audit_schema: str) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import safetensors.numpy
 
 from dosa_ref.select import result_hash, select_dense
 from dosa_ref.spec import InvalidProblem
-from dosa_ref.trace import load_result, load_trace, save_result, save_trace
+from dosa_ref.trace import load_result, load_trace, save_result, save_trace, write_whole
 from tests.ref.conftest import make_problem
 
 FIELDS = ("q", "k", "k_scale", "weights", "cu_seqlen_ks", "cu_seqlen_ke")
@@ -149,3 +150,27 @@ def test_a_failed_write_leaves_nothing(tmp_path):
     before = (tmp_path / "a").read_bytes()
     save_trace(tmp_path / "a", problem)
     assert (tmp_path / "a").read_bytes() == before
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027, 0o077, 0o002], ids=oct)
+def test_a_file_has_the_permissions_of_any_new_file(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        save_trace(tmp_path / "trace", make_problem(keys=30))
+        save_result(tmp_path / "result", np.zeros((1, 2), np.int32), np.zeros((1, 2), np.float32))
+        (tmp_path / "plain").touch()
+    finally:
+        os.umask(before)
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o666 & ~umask}
+
+
+def test_a_write_that_is_interrupted_leaves_the_old_file(tmp_path, monkeypatch):
+    write_whole(tmp_path / "file", b"old")
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(type(tmp_path), "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_whole(tmp_path / "file", b"new")
+    assert [(file.name, file.read_bytes()) for file in tmp_path.iterdir()] == [("file", b"old")]
