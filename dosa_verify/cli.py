@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import importlib.util
 import sys
 import traceback
 import warnings
@@ -124,13 +123,14 @@ def fp8(
     Examples: `dosa audit fp8` · `dosa audit fp8 --device cuda --json > fp8.json`
     """
     from dosa_verify import terminal
+    from dosa_verify.audit import interpreter
     from dosa_verify.audit.fp8 import audit_fp8
 
     _check_folder(out)
     if device is Device.CUDA:
         connect(device)
     with terminal.progress("auditing") as on_progress:
-        report = audit_fp8(device=device.value, interpreter=_has("torch", "triton"), on_progress=on_progress)
+        report = audit_fp8(device=device.value, interpreter=interpreter.is_available(), on_progress=on_progress)
     _record_audit(report.to_json(), out, commit, json_output, lambda: terminal.print_audit(report))
     _exit(Exit.COUNTEREXAMPLE if report.unexplained else Exit.EXACT)
 
@@ -199,10 +199,6 @@ def scorer(
         report = audit.audit_scorer(device=chosen.value, peers=peers, seed=seed, on_progress=on_progress)
     _record_audit(report.to_json(), out, commit, json_output, lambda: terminal.print_scorer(report))
     _exit(Exit.EXACT if report.outcome == "exact" else Exit.COUNTEREXAMPLE)
-
-
-def _has(*modules: str) -> bool:
-    return all(importlib.util.find_spec(module) for module in modules)
 
 
 def _check_folder(out: Path | None) -> None:

@@ -92,7 +92,9 @@ def print_prove(report: ProveReport) -> None:
 
 
 def print_audit(report: AuditReport) -> None:
-    """Show each part with its disagreements by class; the full list is in the JSON."""
+    """Show each part with its disagreements by class, and what the classes mean; the full list is in the JSON."""
+    from dosa_verify.audit.fp8 import KNOWN_CLASSES
+
     table = Table("part", "inputs", "implementation", "class", "inputs that differ", "first")
     for part in report.parts:
         groups: dict[tuple[str, str], list[int]] = collections.defaultdict(list)
@@ -107,6 +109,10 @@ def print_audit(report: AuditReport) -> None:
         for (who, kind), counts in groups.items():
             table.add_row(part.name, str(part.inputs), who, kind, str(sum(counts)), first[who, kind])
     _print(table)
+    seen = {item.kind for part in report.parts for item in part.disagreements}
+    for kind, meaning in KNOWN_CLASSES.items():
+        if kind in seen:
+            _print(f"{kind}: {meaning}")
     for part in report.parts:
         for item in part.disagreements:
             if item.kind == "unexplained":

@@ -27,6 +27,7 @@ from dosa_ref.spec import (
     UnsupportedConfiguration,
 )
 from dosa_verify import proving, selection
+from dosa_verify.audit import interpreter
 from dosa_verify.audit.fp8 import audit_fp8
 from dosa_verify.environment import environment
 from dosa_verify.fuzz import runner
@@ -190,7 +191,7 @@ def _prove(progress: Progress) -> Part:
 
 def _audit(progress: Progress) -> Part:
     with progress("auditing") as on_progress:
-        report = audit_fp8(on_progress=on_progress)
+        report = audit_fp8(interpreter=interpreter.is_available(), on_progress=on_progress)
     inputs, known = sum(part.inputs for part in report.parts), sum(part.count() for part in report.parts)
     return Part(
         name="audit_fp8",

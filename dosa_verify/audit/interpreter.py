@@ -7,6 +7,7 @@ values of all 256 codes.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -18,6 +19,11 @@ import numpy.typing as npt
 
 import dosa_verify
 from dosa_ref.spec import BackendUnavailable
+
+
+def is_available() -> bool:
+    """Say whether what `interpreted_casts` needs is installed."""
+    return all(importlib.util.find_spec(module) for module in ("torch", "triton"))
 
 
 def interpreted_casts(values: npt.NDArray[np.float32]) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.float32]]:

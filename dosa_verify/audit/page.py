@@ -71,6 +71,12 @@ def cast_rows(audit: Record) -> list[dict[str, object]]:
     return rows
 
 
+def classes(audit: Record) -> dict[str, str]:
+    """The known classes that occur in an FP8 audit, each with what it means."""
+    seen = {item["kind"] for part in audit["parts"] for item in part["disagreements"]}
+    return {kind: meaning for kind, meaning in fp8.KNOWN_CLASSES.items() if kind in seen}
+
+
 def family_rows(audit: Record) -> list[dict[str, object]]:
     """One row per family of an accumulation audit: dots and differences over the counted instructions, errors."""
     rows = []
@@ -137,6 +143,7 @@ def render(records: Mapping[str, Record], pictures: str) -> str:
         accumulation=records["accumulation"]["audit"],
         scorer=records["scorer"]["audit"],
         casts=cast_rows(records["fp8"]["audit"]),
+        classes=classes(records["fp8"]["audit"]),
         families=family_rows(records["accumulation"]["audit"]),
         probe=probe_rows(records["accumulation"]["audit"]),
         products=products,

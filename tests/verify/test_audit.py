@@ -1,10 +1,14 @@
 """The FP8 audit passes on this machine's libraries, and finds encoders and decoders that are wrong in one place."""
 
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
 
+import dosa_verify
 from dosa_ref import formats
+from dosa_verify import terminal
 from dosa_verify.audit import fp8
 
 FP8 = ml_dtypes.float8_e4m3fn
@@ -111,3 +115,17 @@ def test_the_command_fails_on_an_unexplained_difference(monkeypatch, dosa):
     assert code == 1
     assert "unexplained" in out
     assert "planted" in out
+
+
+def test_the_table_says_what_its_classes_mean(audit, capsys):
+    seen = {item.kind for part in audit.parts for item in part.disagreements}
+    assert 3 < len(seen) < len(fp8.KNOWN_CLASSES)
+    terminal.print_audit(audit)
+    out = capsys.readouterr().out
+    assert {kind for kind, meaning in fp8.KNOWN_CLASSES.items() if f"\n{kind}: {meaning}\n" in out} == seen
+
+
+def test_the_documents_say_what_the_classes_mean():
+    text = (Path(dosa_verify.__file__).parents[1] / "docs" / "schemas.md").read_text(encoding="utf-8").replace("`", "")
+    for kind, meaning in fp8.KNOWN_CLASSES.items():
+        assert f"\n| {kind} | {meaning} |\n" in text

@@ -128,6 +128,15 @@ def test_an_exact_result_without_pruning_is_not_enough(light, device, tmp_path):
     assert report.outcome == "undecided"
 
 
+@pytest.mark.parametrize("available", [True, False])
+def test_the_audit_of_the_main_job_has_the_interpreter_where_it_is(audit, monkeypatch, available):
+    asked = {}
+    monkeypatch.setattr(verify.interpreter, "is_available", lambda: available)
+    monkeypatch.setattr(verify, "audit_fp8", lambda **options: asked.update(options) or audit)
+    verify._audit(silent)
+    assert asked["interpreter"] is available
+
+
 def test_an_unexplained_audit_is_a_counterexample(audit, monkeypatch):
     broken = fp8.AuditPart(
         name="planted",
