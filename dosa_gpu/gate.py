@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 LEDGER_SCHEMA = "dosa.ledger/1"
+SHARED_SOURCES = ("encodings.py", "lemma.py", "prover.py", "terms.py")
+"""Files of ``proofs`` that all statements are made of or decided by; each lemma's own file is named in its entry."""
 
 _RAMP = [448.0, 128.0, -2.0] + [0.0] * 29 + [2.0] * 32 + [0.0] * 64
 _RAMP_KEY = [256.0, 128.0, 4.0] + [0.0] * 29 + [4.0] * 32 + [0.0] * 64
@@ -59,7 +61,8 @@ def check_ledger(folder: Path, lemmas: Iterable[str], constants: Mapping[str, st
         constants: name to exact text, as the kernels use them.
 
     Raises:
-        UnprovedBound: names the first lemma that is missing, not proved, edited since, or proved for another constant.
+        UnprovedBound: names the first lemma that is missing, not proved, edited since, or proved for another constant;
+            or the shared source that was edited since.
     """
     try:
         ledger = json.loads((folder / "ledger.json").read_text(encoding="utf-8"))
@@ -67,6 +70,12 @@ def check_ledger(folder: Path, lemmas: Iterable[str], constants: Mapping[str, st
         raise UnprovedBound("(all)", f"the ledger cannot be read: {error}") from error
     if not isinstance(ledger, dict) or ledger.get("schema") != LEDGER_SCHEMA:
         raise UnprovedBound("(all)", f"the ledger does not have the schema {LEDGER_SCHEMA}")
+    shared = ledger.get("shared")
+    if not isinstance(shared, dict) or set(shared) != set(SHARED_SOURCES):
+        raise UnprovedBound("(all)", f"the ledger does not speak of the sources {', '.join(SHARED_SOURCES)}")
+    for name in SHARED_SOURCES:
+        if _sha256(folder / name) != shared[name]:
+            raise UnprovedBound("(all)", f"{name} was edited (or is missing) since the lemmas were proved")
     entries = ledger.get("lemmas")
     if not isinstance(entries, dict):
         raise UnprovedBound("(all)", "the ledger has no table of lemmas")
@@ -95,9 +104,7 @@ def _check_entry(folder: Path, lemma: str, entry: dict[str, Any], constants: Map
     if entry["smt2"]["path"] != f"smt2/{lemma}.smt2":
         raise UnprovedBound(lemma, f"its script is {entry['smt2']['path']}, another lemma's")
     for part in ("source", "smt2"):
-        file = folder / entry[part]["path"]
-        digest = hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
-        if digest != entry[part]["sha256"]:
+        if _sha256(folder / entry[part]["path"]) != entry[part]["sha256"]:
             raise UnprovedBound(lemma, f"{entry[part]['path']} was edited (or is missing) since it was proved")
     # The words and the formula are hashed together: the ledger's statement is the one that the script refutes.
     script = (folder / entry["smt2"]["path"]).read_text(encoding="utf-8")
@@ -108,6 +115,10 @@ def _check_entry(folder: Path, lemma: str, entry: dict[str, Any], constants: Map
         if constants.get(name) != proved:
             raise UnprovedBound(lemma, f"proved for {name} = {proved}, the kernels use {constants.get(name)}")
     return set(entry["constants"])
+
+
+def _sha256(file: Path) -> str | None:
+    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else None
 
 
 @functools.lru_cache(maxsize=1)

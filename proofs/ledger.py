@@ -29,6 +29,8 @@ SCHEMA: Final = "dosa.ledger/1"
 PACKAGE: Final = Path(__file__).parent
 LEDGER: Final = PACKAGE / "ledger.json"
 CHECKOUT: Final = PACKAGE.parent
+SHARED: Final = ("encodings.py", "lemma.py", "prover.py", "terms.py")
+"""Sources that no lemma owns: what all statements are made of, and what decides them."""
 ABOUT_LEMMAS: Final = ("test_adequacy.py", "test_replay.py", "test_tight.py")
 """Files of ``tests/proofs`` whose tests are about single lemmas."""
 
@@ -104,7 +106,16 @@ def build(lemmas: Sequence[Lemma], reports: Sequence[LemmaReport]) -> Ledger:
                 for mutant_id, verdict in report.mutants
             ],
         }
-    return {"schema": SCHEMA, "lemmas": entries}
+    return {"schema": SCHEMA, "shared": shared_hashes(), "lemmas": entries}
+
+
+def shared_hashes(folder: Path | None = None) -> dict[str, str]:
+    """Hashes of the sources in `SHARED`, of this package or of a copy in ``folder``."""
+    return {name: _file_sha256((folder or PACKAGE) / name) for name in SHARED}
+
+
+def _shared_faults(recorded: dict[str, str], fresh: dict[str, str]) -> list[str]:
+    return [f"{name} differs" for name in sorted({*recorded, *fresh}) if recorded.get(name) != fresh.get(name)]
 
 
 def write(ledger: Ledger, path: Path = LEDGER) -> None:
@@ -132,6 +143,7 @@ def stale(ledger: Ledger, lemmas: Iterable[Lemma] | None = None, folder: Path = 
     chosen = list(all_lemmas() if lemmas is None else lemmas)
     entries = ledger["lemmas"]
     faults = [] if ledger["schema"] == SCHEMA else [f"schema {ledger['schema']}, expected {SCHEMA}"]
+    faults += _shared_faults(ledger.get("shared", {}), shared_hashes(folder))
     faults += [f"{name}: in the ledger, but not registered" for name in entries if name not in {x.id for x in chosen}]
     for lemma in chosen:
         entry = entries.get(lemma.id)
@@ -165,9 +177,9 @@ def differences(recorded: Ledger, fresh: Ledger) -> list[str]:
         fresh: A ledger made now.
 
     Returns:
-        One line per lemma that differs.
+        One line per shared source and per lemma that differs.
     """
-    faults = []
+    faults = _shared_faults(recorded.get("shared", {}), fresh.get("shared", {}))
     for name in sorted({*recorded["lemmas"], *fresh["lemmas"]}):
         pair = [ledger["lemmas"].get(name) for ledger in (recorded, fresh)]
         if None in pair:

@@ -1,5 +1,6 @@
 """The pruned path runs only on proofs of this very code, on a device that computes the proved arithmetic."""
 
+import ast
 import json
 import shutil
 
@@ -57,6 +58,35 @@ def test_an_edited_source_file_is_refused(copy):
     file.write_text(file.read_text(encoding="utf-8").replace("<=", "<", 1), encoding="utf-8")
     with pytest.raises(UnprovedBound, match=r"lemmas/algebra\.py was edited"):
         check(copy)
+
+
+@pytest.mark.parametrize("name", gate.SHARED_SOURCES)
+def test_an_edit_of_what_all_statements_are_made_of_is_refused(copy, name):
+    file = copy / name
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text + "# edited\n", encoding="utf-8")
+    with pytest.raises(UnprovedBound, match=rf"{name} was edited \(or is missing\)"):
+        check(copy)
+    file.unlink()
+    with pytest.raises(UnprovedBound, match=rf"{name} was edited \(or is missing\)"):
+        check(copy)
+    file.write_text(text, encoding="utf-8")
+    check(copy)
+    for change in (lambda shared: shared.pop(name), lambda shared: shared.update({"other.py": "0"})):
+        edit_ledger(copy, lambda ledger, change=change: change(ledger["shared"]))
+        with pytest.raises(UnprovedBound, match="does not speak of the sources"):
+            check(copy)
+
+
+def test_shared_sources_are_all_that_a_lemma_imports():
+    folder = gate.ledger_folder()
+    imported = {"prover.py"}  # decides, and is imported by no lemma
+    for file in (folder / "lemmas").glob("*.py"):
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+        modules = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        imported |= {f"{module.removeprefix('proofs.')}.py" for module in modules if module.startswith("proofs")}
+        assert not any(isinstance(node, ast.Import) for node in ast.walk(tree))
+    assert imported == set(gate.SHARED_SOURCES)
 
 
 @pytest.mark.parametrize("result", ["refuted", "unknown"])

@@ -28,6 +28,8 @@ def package_copy(tmp_path):
     """A copy of the files that the ledger speaks of."""
     for name in ("lemmas", "smt2"):
         shutil.copytree(ledger.PACKAGE / name, tmp_path / name)
+    for name in ledger.SHARED:
+        shutil.copy(ledger.PACKAGE / name, tmp_path / name)
     return tmp_path
 
 
@@ -83,6 +85,21 @@ def test_an_edited_source_file_is_noticed(recorded, folder):
     faults = ledger.stale(recorded, folder=folder)
     assert "strict_pruning: source differs" in faults
     assert not any(fault.startswith("aggregation") for fault in faults)
+
+
+@pytest.mark.parametrize("name", ledger.SHARED)
+def test_an_edit_of_what_all_statements_are_made_of_is_noticed(recorded, folder, name):
+    path = folder / name
+    path.write_text(path.read_text() + "# edited\n")
+    assert ledger.stale(recorded, folder=folder) == [f"{name} differs"]
+    path.unlink()
+    assert ledger.stale(recorded, folder=folder) == [f"{name} differs"]
+
+
+def test_ledgers_that_speak_of_other_shared_sources_differ(recorded):
+    fewer = {name: text for name, text in recorded["shared"].items() if name != "terms.py"}
+    for other in ({**recorded, "shared": fewer}, {**recorded, "shared": {**recorded["shared"], "terms.py": "0"}}):
+        assert ledger.stale(other) == ledger.differences(recorded, other) == ["terms.py differs"]
 
 
 def test_an_edited_or_missing_script_is_noticed(recorded, folder):
