@@ -28,6 +28,7 @@ MIN_TRITON = (3, 9)
 _DOT_SIGNATURE = ("self", "a", "b", "d", "input_precision", "max_num_imprecise_acc")
 _CAST_SIGNATURE = ("self", "src", "dst_type", "rounding_mode")
 _SUM_SIGNATURE = ("self", "input")
+_PATCH_SIGNATURE = ("pkg", "builder", "scope")
 _KERNELS = "dosa_gpu.kernels"
 
 
@@ -115,3 +116,46 @@ def install() -> None:
         return self.to_tensor(total, input.dtype)
 
     reductions.sum = sum_of_elements
+    _quicken(interpreter)
+
+
+def _quicken(interpreter: Any) -> None:
+    """Take two costs out of Triton's interpreter that decide no bit; where its form is another one, they stay.
+
+    Every call of a device function looks through all members of ``triton.language`` for those that it has to replace,
+    and every operation builds a table of NumPy's types. Neither the members nor the table ever change.
+    """
+    language = importlib.import_module("triton.language")
+    patch = getattr(interpreter, "_patch_builtin", None)
+    if patch is not None and tuple(inspect.signature(patch).parameters) == _PATCH_SIGNATURE:
+        is_builtin, patch_attr = language.core.is_builtin, interpreter._patch_attr
+        # Taken now, while nothing is replaced yet: replaced members are no longer recognised.
+        descriptors = [getattr(language.core, "tensor_descriptor_base", None)]
+        packages = [language, language.core, language.tensor, language.math, *filter(None, descriptors)]
+        names = {
+            package: [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+            for package in packages
+        }
+
+        def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
+            if pkg not in names:
+                patch(pkg, builder, scope)
+                return
+            for name in names[pkg]:
+                member = getattr(pkg, name)
+                if is_builtin(member):
+                    patch_attr(pkg, name, member, builder, scope)
+
+        patch_builtin.plain = patch  # type: ignore[attr-defined]
+        interpreter._patch_builtin = patch_builtin
+    plain_type = getattr(interpreter, "_get_np_dtype", None)
+    if plain_type is not None and tuple(inspect.signature(plain_type).parameters) == ("tt_dtype",):
+        known: dict[str, Any] = {}
+
+        def np_type(tt_dtype: Any) -> Any:
+            if tt_dtype.name not in known:
+                known[tt_dtype.name] = plain_type(tt_dtype)
+            return known[tt_dtype.name]
+
+        np_type.plain = plain_type  # type: ignore[attr-defined]
+        interpreter._get_np_dtype = np_type

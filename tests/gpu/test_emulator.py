@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 from itertools import pairwise
 
 import ml_dtypes
@@ -11,6 +12,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from triton.runtime import interpreter
 
 from dosa_ref import formats, tensorcore
 from dosa_ref.formats import Overflow
@@ -157,3 +159,41 @@ def test_a_cpu_call_without_the_emulator_says_what_to_call(start):
     assert "BackendUnavailable: tensors on the CPU: call dosa_verify.emulator.install()" in run(start + CALL).stderr
     done = run("from dosa_verify import emulator\nemulator.install()\n" + CALL)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_interpreter_is_quicker_and_replaces_the_same_members():
+    emulator.install()
+    quick = interpreter._patch_builtin
+    packages = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
+
+    def replaced(patch):
+        scope = interpreter._LangPatchScope()
+        for package in packages:
+            patch(package, interpreter.interpreter_builder, scope)
+        changed = [(package, name) for package, name, _ in scope._changes]
+        scope.restore()
+        return changed
+
+    found = replaced(quick)
+    assert found == replaced(quick.plain)
+    assert len(found) > 100
+    # What this process replaced before and never restored is not replaced again, by either.
+    dtypes = {tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.float32, tl.float64, tl.float8e4nv}
+    kinds = [*dtypes, *(tl.pointer_type(kind) for kind in dtypes), *(tl.block_type(kind, [4, 8]) for kind in dtypes)]
+    kinds += [tl.block_type(tl.pointer_type(kind), [2]) for kind in dtypes]
+    for _ in range(2):
+        for kind in kinds:
+            assert interpreter._get_np_dtype(kind) == interpreter._get_np_dtype.plain(kind)
+
+
+def test_an_interpreter_of_another_form_keeps_its_own_pace():
+    def patch(package, scope):
+        raise AssertionError
+
+    def np_type(*kinds):
+        raise AssertionError
+
+    other = types.SimpleNamespace(_patch_builtin=patch, _get_np_dtype=np_type)
+    emulator._quicken(other)
+    assert (other._patch_builtin, other._get_np_dtype) == (patch, np_type)
+    emulator._quicken(types.SimpleNamespace())

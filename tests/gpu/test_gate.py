@@ -15,11 +15,22 @@ from dosa_ref import spec
 from dosa_ref.spec import BackendUnavailable, UnprovedBound
 
 
+@pytest.fixture(scope="module")
+def shared_copy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gate") / "proofs"
+    shutil.copytree(gate.ledger_folder(), folder, ignore=shutil.ignore_patterns("__pycache__"))
+    return folder, {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
 @pytest.fixture
-def copy(tmp_path):
-    folder = tmp_path / "proofs"
-    shutil.copytree(gate.ledger_folder(), folder)
-    return folder
+def copy(shared_copy):
+    """A copy of the proofs to spoil; what a test changes is put back, which is quicker than another copy."""
+    folder, contents = shared_copy
+    yield folder
+    for file, data in contents.items():
+        if not file.is_file() or file.read_bytes() != data:
+            file.write_bytes(data)
+    assert {file for file in folder.rglob("*") if file.is_file()} == contents.keys()
 
 
 def check(folder, **changed):
