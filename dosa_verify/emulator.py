@@ -28,7 +28,6 @@ MIN_TRITON = (3, 9)
 _DOT_SIGNATURE = ("self", "a", "b", "d", "input_precision", "max_num_imprecise_acc")
 _CAST_SIGNATURE = ("self", "src", "dst_type", "rounding_mode")
 _SUM_SIGNATURE = ("self", "input")
-_PATCH_SIGNATURE = ("pkg", "builder", "scope")
 _KERNELS = "dosa_gpu.kernels"
 
 
@@ -120,15 +119,19 @@ def install() -> None:
 
 
 def _quicken(interpreter: Any) -> None:
-    """Take two costs out of Triton's interpreter that decide no bit; where its form is another one, they stay.
+    """Take costs out of Triton's interpreter that decide no bit; where its form is another one, they stay.
 
-    Every call of a device function looks through all members of ``triton.language`` for those that it has to replace,
-    and every operation builds a table of NumPy's types. Neither the members nor the table ever change.
+    Every call of a device function replaces the members of ``triton.language`` that its kernel has replaced already,
+    after a look through all members for those to replace; every operation builds a table of NumPy's types; and every
+    sum, difference and product of integers is followed by a check for overflow whose outcome nobody asks for.
     """
     language = importlib.import_module("triton.language")
-    patch = getattr(interpreter, "_patch_builtin", None)
-    if patch is not None and tuple(inspect.signature(patch).parameters) == _PATCH_SIGNATURE:
-        is_builtin, patch_attr = language.core.is_builtin, interpreter._patch_attr
+    if _has_form(interpreter, "_patch_builtin", ("pkg", "builder", "scope")):
+        plain_builtin, is_builtin, patch_attr = (
+            interpreter._patch_builtin,
+            language.core.is_builtin,
+            interpreter._patch_attr,
+        )
         # Taken now, while nothing is replaced yet: replaced members are no longer recognised.
         descriptors = [getattr(language.core, "tensor_descriptor_base", None)]
         packages = [language, language.core, language.tensor, language.math, *filter(None, descriptors)]
@@ -139,17 +142,36 @@ def _quicken(interpreter: Any) -> None:
 
         def patch_builtin(pkg: Any, builder: Any, scope: Any) -> None:
             if pkg not in names:
-                patch(pkg, builder, scope)
+                plain_builtin(pkg, builder, scope)
                 return
             for name in names[pkg]:
                 member = getattr(pkg, name)
                 if is_builtin(member):
                     patch_attr(pkg, name, member, builder, scope)
 
-        patch_builtin.plain = patch  # type: ignore[attr-defined]
-        interpreter._patch_builtin = patch_builtin
-    plain_type = getattr(interpreter, "_get_np_dtype", None)
-    if plain_type is not None and tuple(inspect.signature(plain_type).parameters) == ("tt_dtype",):
+        interpreter._patch_builtin = _replacing(plain_builtin, patch_builtin)
+    if _has_form(interpreter, "_patch_lang", ("fn",)):
+        plain_lang = interpreter._patch_lang
+        seen: dict[Any, frozenset[Any]] = {}
+        replaced: set[Any] = set()
+        """Modules whose members are replaced while a kernel runs."""
+
+        def patch_lang(fn: Any) -> Any:
+            if fn not in seen:
+                values = [value for value in fn.__globals__.values() if inspect.ismodule(value)]
+                seen[fn] = frozenset(value for value in values if value in (language, language.core))
+            if seen[fn] and seen[fn] <= replaced:
+                return interpreter._LangPatchScope()
+            scope = plain_lang(fn)
+            if not replaced:
+                # The kernel's own: the interpreter restores this one alone, after the kernel.
+                scope.restore = _clearing(replaced, scope.restore)
+            replaced.update(seen[fn])
+            return scope
+
+        interpreter._patch_lang = _replacing(plain_lang, patch_lang)
+    if _has_form(interpreter, "_get_np_dtype", ("tt_dtype",)):
+        plain_type = interpreter._get_np_dtype
         known: dict[str, Any] = {}
 
         def np_type(tt_dtype: Any) -> Any:
@@ -157,5 +179,32 @@ def _quicken(interpreter: Any) -> None:
                 known[tt_dtype.name] = plain_type(tt_dtype)
             return known[tt_dtype.name]
 
-        np_type.plain = plain_type  # type: ignore[attr-defined]
-        interpreter._get_np_dtype = np_type
+        interpreter._get_np_dtype = _replacing(plain_type, np_type)
+    semantic: Any = getattr(interpreter, "interpreter_semantic", None)
+    if _has_form(semantic, "binary_op_sanitize_overflow_impl", ("lhs", "rhs", "binary_op")):
+        plain_check = semantic.binary_op_sanitize_overflow_impl
+
+        def check_overflow(lhs: Any, rhs: Any, binary_op: Any) -> None:
+            # Without this option the interpreter drops the condition after it was computed.
+            if semantic.builder.options.debug:
+                plain_check(lhs, rhs, binary_op)
+
+        semantic.binary_op_sanitize_overflow_impl = _replacing(plain_check, check_overflow)
+
+
+def _has_form(place: Any, name: str, parameters: tuple[str, ...]) -> bool:
+    found = getattr(place, name, None)
+    return found is not None and tuple(inspect.signature(found).parameters) == parameters
+
+
+def _replacing(plain: Any, quick: Any) -> Any:
+    quick.plain = plain
+    return quick
+
+
+def _clearing(replaced: set[Any], restore: Any) -> Any:
+    def restore_and_clear() -> None:
+        replaced.clear()
+        restore()
+
+    return restore_and_clear

@@ -1,5 +1,6 @@
 """The emulator: what it replaces in Triton's interpreter, and that it says so when it cannot."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -161,39 +162,82 @@ def test_a_cpu_call_without_the_emulator_says_what_to_call(start):
     assert done.returncode == 0, done.stderr
 
 
-def test_the_interpreter_is_quicker_and_replaces_the_same_members():
-    emulator.install()
-    quick = interpreter._patch_builtin
-    packages = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
-
-    def replaced(patch):
-        scope = interpreter._LangPatchScope()
-        for package in packages:
-            patch(package, interpreter.interpreter_builder, scope)
-        changed = [(package, name) for package, name, _ in scope._changes]
-        scope.restore()
-        return changed
-
-    found = replaced(quick)
-    assert found == replaced(quick.plain)
-    assert len(found) > 100
-    # What this process replaced before and never restored is not replaced again, by either.
-    dtypes = {tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.float32, tl.float64, tl.float8e4nv}
-    kinds = [*dtypes, *(tl.pointer_type(kind) for kind in dtypes), *(tl.block_type(kind, [4, 8]) for kind in dtypes)]
-    kinds += [tl.block_type(tl.pointer_type(kind), [2]) for kind in dtypes]
-    for _ in range(2):
-        for kind in kinds:
-            assert interpreter._get_np_dtype(kind) == interpreter._get_np_dtype.plain(kind)
+@triton.jit
+def _inner(x):
+    return tl.sum(tl.where(x > 0, x + 1, 0), 0)
 
 
-def test_an_interpreter_of_another_form_keeps_its_own_pace():
-    def patch(package, scope):
-        raise AssertionError
+@triton.jit
+def _outer_kernel(x_ptr, out_ptr, N: tl.constexpr):
+    x = tl.load(x_ptr + tl.arange(0, N))
+    total = _inner(x) + tl.max(x, 0)
+    if total > 5:
+        total = total + _inner(x + 1)
+    tl.store(out_ptr, total)
 
-    def np_type(*kinds):
-        raise AssertionError
 
-    other = types.SimpleNamespace(_patch_builtin=patch, _get_np_dtype=np_type)
-    emulator._quicken(other)
-    assert (other._patch_builtin, other._get_np_dtype) == (patch, np_type)
-    emulator._quicken(types.SimpleNamespace())
+class TestQuicker:
+    """What the emulator spares the interpreter changes nothing but time."""
+
+    def test_the_same_members_are_replaced(self):
+        packages = (tl, tl.core, tl.tensor, tl.math, tl.core.tensor_descriptor_base)
+
+        def replaced(patch):
+            scope = interpreter._LangPatchScope()
+            for package in packages:
+                patch(package, interpreter.interpreter_builder, scope)
+            changed = [(package, name) for package, name, _ in scope._changes]
+            scope.restore()
+            return changed
+
+        found = replaced(interpreter._patch_builtin)
+        assert found == replaced(interpreter._patch_builtin.plain)
+        # What this process replaced before and never restored is not replaced again, by either.
+        assert len(found) > 100
+
+    def test_the_language_is_whole_inside_a_kernel_and_restored_after_it(self):
+        def members():
+            inside = {name: vars(tl.tensor).get(name) for name in ("__add__", "__bool__", "__index__")}
+            return inside | {name: getattr(tl, name) for name in ("load", "sum", "range", "reduce")}
+
+        before = members()
+        for values, want in (([3, -1, 4, 0], 9 + 4 + 13), ([-3, -1, -4, 0], 0)):
+            out = torch.zeros(1, dtype=torch.int32)
+            _outer_kernel[(1,)](torch.tensor(values, dtype=torch.int32), out, N=4)
+            assert out.item() == want
+            assert members() == before
+
+    def test_a_kernel_that_fails_leaves_the_language_as_it_was(self):
+        out = torch.zeros(1, dtype=torch.int32)
+        with pytest.raises(Exception, match="arange"):
+            _outer_kernel[(1,)](out, out, N=3)
+        assert tl.core.is_builtin(tl.load)
+        _outer_kernel[(1,)](torch.tensor([1, 2], dtype=torch.int32), out, N=2)
+        assert out.item() == 5 + 2 + 7
+
+    def test_types_are_those_of_the_plain_table(self):
+        kinds = {tl.int1, tl.int8, tl.uint8, tl.int32, tl.uint32, tl.int64, tl.float32, tl.float64, tl.float8e4nv}
+        every = [*kinds, *(tl.pointer_type(kind) for kind in kinds), *(tl.block_type(kind, [4, 8]) for kind in kinds)]
+        every += [tl.block_type(tl.pointer_type(kind), [2]) for kind in kinds]
+        for _ in range(2):
+            for kind in every:
+                assert interpreter._get_np_dtype(kind) == interpreter._get_np_dtype.plain(kind)
+
+    def test_integers_still_overflow_aloud_where_that_is_asked_for(self, monkeypatch):
+        large = torch.tensor([2**31 - 1, 0], dtype=torch.int32)
+        out = torch.zeros(1, dtype=torch.int32)
+        _outer_kernel[(1,)](large, out, N=2)
+        options = dataclasses.replace(interpreter.interpreter_builder.options, debug=True)
+        monkeypatch.setattr(interpreter.interpreter_builder, "options", options)
+        with pytest.raises(Exception, match="int32 overflow detected"):
+            _outer_kernel[(1,)](large, out, N=2)
+
+    def test_an_interpreter_of_another_form_keeps_its_own_pace(self):
+        def another(*_):
+            raise AssertionError
+
+        names = ("_patch_builtin", "_patch_lang", "_get_np_dtype")
+        other = types.SimpleNamespace(**dict.fromkeys(names, another), interpreter_semantic=types.SimpleNamespace())
+        emulator._quicken(other)
+        assert all(getattr(other, name) is another for name in names)
+        emulator._quicken(types.SimpleNamespace())
