@@ -19,7 +19,7 @@ from dosa_ref.spec import SM90_NUM_HEADS
 
 _POINTERS = {
     "q_ptr": "*fp8e4nv", "k_ptr": "*fp8e4nv", "column_ptr": "*fp8e4nv", "ks_ptr": "*i32", "ke_ptr": "*i32",
-    "index_ptr": "*i32", "count_ptr": "*i32", "list_ptr": "*i32",
+    "index_ptr": "*i32", "count_ptr": "*i32", "list_ptr": "*i32", "listed_ptr": "*i32",
 }  # fmt: skip
 
 
@@ -30,13 +30,11 @@ def variants() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
     for heads in SM90_NUM_HEADS:
         shape = {"HEADS": heads, "QUERIES": score.TILE_COLUMNS // heads, "KEYS": GPU_TILE_KEYS}
         for bits in (False, True):
-            options = score.BITS_OPTIONS[heads] if bits else score.OPTIONS
             name = f"score H={heads} {'bits' if bits else 'logits'}"
-            yield name, score._score_kernel, {**shape, "BITS": bits}, options
+            yield name, score._score_kernel, {**shape, "BITS": bits}, score.OPTIONS
         constants = {**shape, "PER_PROGRAM": GPU_TILE_KEYS * score_lists.TILES_PER_PROGRAM}
         yield f"score lists H={heads}", score_lists._score_lists_kernel, constants, score_lists.OPTIONS
-        constants = {"HEADS": heads, "KEYS": GPU_TILE_KEYS, "PER_PROGRAM": GPU_TILE_KEYS * rescore.TILES_PER_PROGRAM}
-        yield f"rescore H={heads}", rescore._rescore_kernel, constants, rescore.OPTIONS
+        yield f"rescore H={heads}", rescore._rescore_kernel, {"HEADS": heads, "KEYS": GPU_TILE_KEYS}, rescore.OPTIONS
     for columns in bound.COLUMN_CHOICES:
         first, more = bound.dot_columns(columns)
         queries = bound.queries_per_tile(columns)

@@ -8,7 +8,10 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
-from dosa_gpu.plan import DEFAULT_WORKSPACE_BYTES, DENSE_BELOW, Path, plan_prefill
+import numpy as np
+import numpy.typing as npt
+
+from dosa_gpu.plan import DEFAULT_WORKSPACE_BYTES, DENSE_BELOW, Path, PrefillPlan, plan_prefill
 from dosa_ref.spec import (
     GPU_MAX_TOPK,
     HEAD_DIM,
@@ -33,10 +36,10 @@ class SelectionStats:
         mode: savings that were on (``base`` on the dense path).
         contract: ``sm90``, or ``unverified`` for a dense selection on a device that no proved contract describes.
         columns: dot columns per row of the bound pass, 0 if there was none.
-        row_pruned: per row, whether it went through the bound pass to the end.
+        row_pruned: bool ``[rows]``, whether the row went through the bound pass to the end.
         prune_rate: 1 - rescored pairs / visible pairs, over the call; seeds count as rescored, dense rows as all.
-        row_prune_rate: the same per row (0 for a row without keys).
-        survivors: per row, keys that passed the bound (or the filter); all visible keys on the dense path.
+        row_prune_rate: float64 ``[rows]``, the same per row (0 for a row without keys).
+        survivors: int64 ``[rows]``, keys that passed the bound (or the filter); all visible keys on the dense path.
         fallback: reason to rows.
         workspace_bytes: bytes of buffers that the largest block took.
     """
@@ -45,10 +48,10 @@ class SelectionStats:
     mode: str
     contract: str
     columns: int
-    row_pruned: list[bool]
+    row_pruned: npt.NDArray[np.bool_]
     prune_rate: float
-    row_prune_rate: list[float]
-    survivors: list[int]
+    row_prune_rate: npt.NDArray[np.float64]
+    survivors: npt.NDArray[np.int64]
     fallback: dict[str, list[int]]
     workspace_bytes: int
 
@@ -98,11 +101,11 @@ def validate(
     cu_seqlen_ks: torch.Tensor,
     cu_seqlen_ke: torch.Tensor,
     topk: int,
-) -> torch.Tensor:
+) -> npt.NDArray[np.int64]:
     """Check types, shapes, devices and windows of a prefill problem.
 
     Returns:
-        ``[2, rows]`` int64 on the CPU: the windows.
+        ``[2, rows]``: the windows.
 
     Raises:
         InvalidProblem: names the field.
@@ -134,7 +137,7 @@ def validate(
         _require(length == rows, name, f"shape [{length}]", f"[{rows}]")
     _require(isinstance(topk, int) and not isinstance(topk, bool), "topk", type(topk).__name__, "an int")
     _require(topk >= 0, "topk", topk, "0 or more")
-    windows = torch.stack([cu_seqlen_ks, cu_seqlen_ke]).cpu().long()
+    windows: npt.NDArray[np.int64] = torch.stack([cu_seqlen_ks, cu_seqlen_ke]).cpu().numpy().astype(np.int64)
     if rows:
         lowest, highest = int(windows[0].min()), int(windows[1].max())
         _require(lowest >= 0, "cu_seqlen_ks", lowest, "0 or more")
@@ -225,14 +228,14 @@ def select_prefill(
         weights: ``[rows, num_heads]`` float32, signed, query scale folded in.
         cu_seqlen_ks, cu_seqlen_ke: ``[rows]`` int32, each row's window ``[ks, ke)``; ``ke <= ks`` is an empty row.
         topk: keys per row, 0 to 2048.
-        path: ``Path`` of ``dosa_gpu.plan`` or its text. ``auto`` chooses by the rows' lengths and by how much the first
-            rows were pruned; ``dosa``, ``litetopk`` and ``dense`` do what they say.
+        path: ``Path`` of ``dosa_gpu.plan`` or its text. ``auto`` chooses by the size of the call, the rows' lengths
+            and how much the first rows were pruned; ``dosa``, ``litetopk`` and ``dense`` do what they say.
         mode: ``Mode`` of ``dosa_ref.spec`` or its text: savings of the ``dosa`` path.
         columns: dot columns per row in the bound pass, one of ``SUPPORTED_COLUMNS`` of ``dosa_gpu.plan``; None leaves
             it to a trial on a few rows of the call.
         workspace_bytes: limit on the buffers of one block of rows.
-        survivor_capacity: entries of a row's survivor buffer per key chunk; a row that needs more is rescanned, never
-            cut.
+        survivor_capacity: entries of a row's survivor buffer per key chunk; a row that needs more is scored densely,
+            never cut.
         hint_indices: key columns likely to win (such as the winners of the preceding query), int32 or int64 of any
             shape, for the first rows' seeds; columns outside a row's window are passed over.
         on_progress: called with (rows done, rows) after each block.
@@ -269,23 +272,30 @@ def select_prefill(
         _require(hint_indices.dtype in (torch.int32, torch.int64), "hint_indices", hint_indices.dtype, "int32 or int64")
         inside = hint_indices[(hint_indices >= 0) & (hint_indices < k.shape[0])]
         hints = inside.to(device=q.device, dtype=torch.int32).unique()
-    visible = (last - first).clamp(min=0)
+    visible = np.maximum(last - first, 0)
     taken = path
     if path is Path.AUTO:
         long_rows = int((visible >= DENSE_BELOW * topk).sum())
         taken = Path.DOSA if topk and 2 * long_rows >= rows and rows else Path.DENSE
+
+    def plan_for(savings: Mode | None) -> PrefillPlan:
+        return plan_prefill(
+            device_type=q.device.type,
+            num_heads=padded,
+            num_rows=rows,
+            num_keys=k.shape[0],
+            topk=topk,
+            mode=savings,
+            columns=columns,
+            workspace_bytes=workspace_bytes,
+            survivor_capacity=survivor_capacity,
+        )
+
     savings = _savings(taken, mode)
-    plan = plan_prefill(
-        device_type=q.device.type,
-        num_heads=padded,
-        num_rows=rows,
-        num_keys=k.shape[0],
-        topk=topk,
-        mode=savings,
-        columns=columns,
-        workspace_bytes=workspace_bytes,
-        survivor_capacity=survivor_capacity,
-    )
+    plan = plan_for(savings)
+    if path is Path.AUTO and taken is Path.DOSA and columns is None and not plan.may_pay(rows):
+        taken, savings = Path.DENSE, None
+        plan = plan_for(savings)
     if q.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise BackendUnavailable(NEEDS_EMULATOR)
     # Imported here: the kernels bind to the compiler or to the interpreter when they are imported.
@@ -301,7 +311,7 @@ def select_prefill(
         gate.require_contract(faults)
     workspace = Workspace(q.device, workspace_bytes)
     survivors, rescored = visible, visible
-    row_pruned = torch.zeros(rows, dtype=torch.bool)
+    row_pruned = np.zeros(rows, np.bool_)
     fallback: dict[Fallback, list[int]] = {}
     bound_columns = 0
     if rows and topk and k.shape[0]:
@@ -312,11 +322,11 @@ def select_prefill(
             else q.view(torch.uint8)
         )
         w = torch.nn.functional.pad(weights, (0, padded - heads)) if padded != heads else weights
-        if int((last < first).sum()) or int((first > k.shape[0]).sum()):
+        if (last < first).any() or (first > k.shape[0]).any():
             # An empty row may start anywhere, also behind the last key: no kernel must look there.
             empty = cu_seqlen_ke <= cu_seqlen_ks
             cu_seqlen_ks, cu_seqlen_ke = cu_seqlen_ks.masked_fill(empty, 0), cu_seqlen_ke.masked_fill(empty, 0)
-            first, last = first.masked_fill(visible == 0, 0), last.masked_fill(visible == 0, 0)
+            first, last = np.where(visible == 0, 0, first), np.where(visible == 0, 0, last)
         batch = pipeline.Rows(
             q=q8.contiguous().view(torch.float8_e4m3fn),
             weights=w.contiguous(),
@@ -344,7 +354,7 @@ def select_prefill(
         index = torch.full((rows, topk), -1, dtype=torch.int32, device=q.device)
         scores = torch.full((rows, topk), -torch.inf, dtype=torch.float32, device=q.device)
     pairs = int(visible.sum())
-    rates = torch.where(visible > 0, 1.0 - rescored.double() / visible.clamp(min=1).double(), 0.0)
+    rates = np.where(visible > 0, 1.0 - rescored / np.maximum(visible, 1), 0.0)
     return Selection(
         topk_indices=index,
         scores=scores,
@@ -353,10 +363,10 @@ def select_prefill(
             mode=(savings or Mode.BASE).value,
             contract="unverified" if faults else "sm90",
             columns=bound_columns,
-            row_pruned=row_pruned.tolist(),
+            row_pruned=row_pruned,
             prune_rate=1.0 - int(rescored.sum()) / pairs if pairs else 0.0,
-            row_prune_rate=rates.tolist(),
-            survivors=survivors.tolist(),
+            row_prune_rate=rates,
+            survivors=survivors,
             fallback={reason.value: fallback[reason] for reason in Fallback if reason in fallback},
             workspace_bytes=workspace.peak_bytes,
         ),

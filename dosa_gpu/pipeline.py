@@ -2,36 +2,40 @@
 
 Rows go through in blocks, keys in ascending chunks. For each block: seeds and ``tau``, query preparation, then per
 chunk the bound pass (or a dense filter), compaction, rescoring and emit; at the end the exact top-K of what was
-emitted. Rows that the bound cannot serve are scored densely. ``tau`` may rise between chunks: the running K-th score
-is a K-th score of genuine keys too.
+emitted. Rows that this does not serve (short ones, unusable ones, ones whose survivors did not fit) are scored densely
+at the end of the call. ``tau`` may rise between chunks: the K-th score of what was emitted is one of genuine keys too.
 
-Launches cost as much as small kernels, so whatever is known about windows is worked out on the CPU, once a call.
+The host does not wait for the device inside a block: it reads what became of a block's rows while the next block runs.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from dosa_gpu.kernels.append import launch_append
+from dosa_gpu.kernels.append import OVERFLOW, launch_append
 from dosa_gpu.kernels.bound import launch_bound
-from dosa_gpu.kernels.compact import launch_compact
+from dosa_gpu.kernels.compact import SEGMENT_WORDS, launch_compact, launch_count
 from dosa_gpu.kernels.finish import THRESHOLD_NOT_MET, TOO_FEW_SEEDS, launch_finish
 from dosa_gpu.kernels.key_norms import launch_key_norms
 from dosa_gpu.kernels.mark_seeds import launch_mark_seeds
+from dosa_gpu.kernels.open_rows import launch_open_rows
 from dosa_gpu.kernels.rescore import launch_rescore
 from dosa_gpu.kernels.row_bound import NON_FINITE, TOO_LARGE
 from dosa_gpu.kernels.sample_keys import launch_sample_keys
 from dosa_gpu.kernels.score import launch_score
 from dosa_gpu.kernels.score_lists import launch_score_lists
-from dosa_gpu.kernels.topk import launch_kth, launch_topk, scratch_bytes
-from dosa_gpu.plan import GROUP_ROWS, OWN_SHARE, TRIAL_ROWS, PrefillPlan, topk_scratch
+from dosa_gpu.kernels.topk import launch_kth, launch_topk, launch_trim, scratch_bytes
+from dosa_gpu.plan import GROUP_ROWS, OWN_SHARE, SUPPORTED_COLUMNS, TRIAL_ROWS, PrefillPlan
 from dosa_gpu.prepare import head_terms, prepare_rows
 from dosa_gpu.seeds import own_seeds
 from dosa_gpu.workspace import Workspace
-from dosa_ref.spec import PAD_INDEX, Fallback, Mode
+from dosa_ref.spec import Fallback, Mode
 
 PRUNING = (Mode.PRUNE, Mode.BOTH)
 """Modes with the bound pass."""
@@ -47,8 +51,12 @@ REASONS = {
     TOO_LARGE: Fallback.ROW_MAGNITUDE,
     TOO_FEW_SEEDS: Fallback.TOO_FEW_SEEDS,
     THRESHOLD_NOT_MET: Fallback.THRESHOLD_NOT_MET,
+    OVERFLOW: Fallback.SURVIVOR_OVERFLOW,
 }
 """What a row's state means."""
+
+Places = npt.NDArray[np.int64]
+"""Rows of the call, ascending, on the CPU."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,23 +77,23 @@ class Rows:
         q: float8 ``[rows, H, 128]``.
         weights: float32 ``[rows, H]``.
         ks, ke: int32 ``[rows]``, windows on the device.
-        first, last: int64 ``[rows]``, the same windows on the CPU; ``last >= first``.
+        first, last: the same windows on the CPU; ``last >= first``.
     """
 
     q: torch.Tensor
     weights: torch.Tensor
     ks: torch.Tensor
     ke: torch.Tensor
-    first: torch.Tensor
-    last: torch.Tensor
+    first: Places
+    last: Places
 
-    def pick(self, places: torch.Tensor) -> Rows:
-        """The rows at these places (int64 on the CPU, ascending); consecutive ones are not copied."""
+    def pick(self, places: Places) -> Rows:
+        """The rows at these places; consecutive ones are not copied."""
         low, high = int(places[0]), int(places[-1]) + 1
         if high - low == len(places):
             where: torch.Tensor | slice = slice(low, high)
         else:
-            where = places.to(self.q.device)
+            where = torch.from_numpy(places).to(self.q.device)
         # torch indexes few FP8 tensors itself.
         q = self.q.view(torch.uint8)[where].view(torch.float8_e4m3fn)
         return Rows(
@@ -97,8 +105,8 @@ class Rows:
         """From the first to the last key that a row sees."""
         return int(self.first.min()), int(self.last.max())
 
-    def visible(self) -> torch.Tensor:
-        """Keys that each row sees, int64 on the CPU."""
+    def visible(self) -> Places:
+        """Keys that each row sees."""
         return self.last - self.first
 
     def __len__(self) -> int:
@@ -107,23 +115,25 @@ class Rows:
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class RowReport:
-    """What happened to the rows of a call, filled block by block (CPU tensors and lists).
+    """What happened to the rows of a call, filled block by block.
 
-    ``columns`` is the number of dot columns of the bound pass, 0 before there was one.
+    Attributes:
+        pruned: bool ``[rows]``, whether the bound pass served the row.
+        rescored, survivors: int64 ``[rows]``, pairs that were scored, and keys that passed the bound or the filter.
+        fallback: reason to rows, each once.
+        columns: dot columns of the bound pass, 0 before there was one.
     """
 
-    pruned: torch.Tensor
-    rescored: torch.Tensor
-    survivors: torch.Tensor
+    pruned: npt.NDArray[np.bool_]
+    rescored: Places
+    survivors: Places
     fallback: dict[Fallback, list[int]]
     columns: int = 0
 
-    def note(self, reason: Fallback, rows: torch.Tensor) -> None:
-        """Count rows (places in the call, on the CPU) under a fallback reason, once each."""
-        if rows.numel():
-            known = self.fallback.setdefault(reason, [])
-            before = set(known)
-            known.extend(row for row in rows.tolist() if row not in before)
+    def note(self, reason: Fallback, rows: Places) -> None:
+        """Count rows under a fallback reason."""
+        if len(rows):
+            self.fallback[reason] = sorted({*self.fallback.get(reason, ()), *rows.tolist()})
 
 
 class RunningTopK:
@@ -189,58 +199,39 @@ def dense_rows(rows: Rows, keys: Keys, topk: int, chunk: int, workspace: Workspa
     return running
 
 
-def _rescan(
-    rows: Rows, keys: Keys, running: RunningTopK, places: torch.Tensor, low: int, high: int, plan: PrefillPlan
-) -> None:
-    """Score ``[low, high)`` densely for the rows at ``places``, a few at a time, into their running top-K."""
-    topk = running.now[0].shape[1]
-    for some in places.split(plan.rescan_rows):
-        part = rows.pick(some)
-        there = some.to(part.q.device)
-        space = Workspace(part.q.device, plan.rescan_bytes + topk_scratch(part.q.device.type, topk))
-        inner = RunningTopK(space, len(part), topk)
-        for inside, outside in zip(inner.now, running.now, strict=True):
-            inside.copy_(outside[there])
-        logits = space.take((len(part), min(plan.rescan_keys, high - low)), torch.float32)
-        _score_dense(part, keys, inner, low, high, logits)
-        for inside, outside in zip(inner.now, running.now, strict=True):
-            outside[there] = inside
-
-
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Seeded:
     """Seeds of a block of rows with their scores.
 
     Attributes:
-        lists: ``[ceil(rows / rows_per_list), n]`` int32, distinct keys, -1 where there is none.
+        lists: ``[ceil(rows / rows_per_list), n]`` int32, distinct keys; as many as there are scores.
         score: ``[rows, n]`` float32, NaN where there is no seed.
         rows_per_list: consecutive rows that share a list.
         tau: ``[rows]`` float32, the K-th best score; NaN for a row with fewer seeds.
-        sample: ``[rows, 2 * HALF_SAMPLE]`` int32, keys that steer the choice of columns, -1 for none.
         count: ``[rows]`` int32, seeds with a score.
-        pilots: int64 on the CPU, places of rows that were scored densely for their winners.
+        pilots: places of rows that were scored densely for their winners.
     """
 
     lists: torch.Tensor
     score: torch.Tensor
     rows_per_list: int
     tau: torch.Tensor
-    sample: torch.Tensor
     count: torch.Tensor
-    pilots: torch.Tensor
+    pilots: Places
+
+    def sample(self, rows: Rows) -> torch.Tensor:
+        """Keys that steer the choice of columns, int32 ``[rows, 2 * HALF_SAMPLE]``, -1 for none."""
+        sample = torch.empty(len(rows), 2 * HALF_SAMPLE, dtype=torch.int32, device=self.score.device)
+        launch_sample_keys(self.lists, self.score, self.tau, rows.ks, rows.ke, self.rows_per_list, sample)
+        return sample
 
 
-def _seeded(
-    rows: Rows, lists: torch.Tensor, score: torch.Tensor, rows_per_list: int, topk: int, pilots: torch.Tensor
-) -> Seeded:
-    tau = torch.empty(len(rows), dtype=torch.float32, device=score.device)
-    launch_kth(score, topk, tau)
-    sample = torch.empty(len(rows), 2 * HALF_SAMPLE, dtype=torch.int32, device=score.device)
-    count = torch.empty(len(rows), dtype=torch.int32, device=score.device)
-    launch_sample_keys(lists, score, tau, rows.ks, rows.ke, rows_per_list, sample, count)
-    return Seeded(
-        lists=lists, score=score, rows_per_list=rows_per_list, tau=tau, sample=sample, count=count, pilots=pilots
-    )
+def _seeded(lists: torch.Tensor, score: torch.Tensor, rows_per_list: int, topk: int, pilots: Places) -> Seeded:
+    rows, device = len(score), score.device
+    tau = torch.empty(rows, dtype=torch.float32, device=device)
+    count = torch.empty(rows, dtype=torch.int32, device=device)
+    launch_kth(score, topk, tau, count)
+    return Seeded(lists=lists, score=score, rows_per_list=rows_per_list, tau=tau, count=count, pilots=pilots)
 
 
 def seed_groups(
@@ -251,32 +242,28 @@ def seed_groups(
     Pilots are single rows that are scored densely, one in the middle of each group. They are not needed with hints.
     """
     device, total = rows.q.device, len(rows)
-    groups = -(-total // GROUP_ROWS)
-    first = torch.arange(groups) * GROUP_ROWS
+    first = np.arange(0, total, GROUP_ROWS)
+    groups = len(first)
     if hints is None:
-        pilots = (first + (first + GROUP_ROWS).clamp(max=total) - 1) // 2
+        pilots = (first + np.minimum(first + GROUP_ROWS, total) - 1) // 2
         near = min(plan.pilots_near, groups)
         winners, _, count = dense_rows(rows.pick(pilots), keys, topk, plan.pilot_chunk, workspace).now
-        winners.masked_fill_(torch.arange(topk, device=device) >= count[:, None], PAD_INDEX)
-        nearest = (torch.arange(groups) - near // 2).clamp(0, groups - near)
     else:
         pilots = first[:0]
         near = 1
-        winners = hints[None, : plan.pilots_near * topk]
-        nearest = torch.zeros_like(first)
+        winners, count = hints[None, : plan.pilots_near * topk], None
     _, high = rows.span()
     width = near * winners.shape[1] + plan.newest + plan.spread
     words = workspace.take((groups, -(-high // 32)), torch.int32).zero_()
-    start, end = (torch.empty(groups, dtype=torch.int32, device=device) for _ in range(2))
+    start, end, listed = (torch.empty(groups, dtype=torch.int32, device=device) for _ in range(3))
     launch_mark_seeds(
-        winners, nearest.to(device=device, dtype=torch.int32), rows.ks, rows.ke, near, plan.newest, plan.spread,
-        GROUP_ROWS, words, start, end,
+        winners, count, rows.ks, rows.ke, near, plan.newest, plan.spread, GROUP_ROWS, words, start, end
     )  # fmt: skip
-    lists = workspace.take((groups, width), torch.int32).fill_(PAD_INDEX)
-    launch_compact(words, start, end, lists, torch.empty_like(start), 0, high)
+    lists = workspace.take((groups, width), torch.int32)
+    launch_compact(words, start, end, lists, listed, 0, high)
     score = workspace.take((total, width), torch.float32)
-    launch_score_lists(rows.q, keys.k, keys.k_scale, rows.weights, rows.ks, rows.ke, lists, GROUP_ROWS, score)
-    return _seeded(rows, lists, score, GROUP_ROWS, topk, pilots)
+    launch_score_lists(rows.q, keys.k, keys.k_scale, rows.weights, rows.ks, rows.ke, lists, listed, GROUP_ROWS, score)
+    return _seeded(lists, score, GROUP_ROWS, topk, pilots)
 
 
 def seed_rows(rows: Rows, keys: Keys, topk: int, plan: PrefillPlan, workspace: Workspace) -> Seeded:
@@ -284,89 +271,94 @@ def seed_rows(rows: Rows, keys: Keys, topk: int, plan: PrefillPlan, workspace: W
     seed = own_seeds(rows.ks, rows.ke, plan.own_seeds)
     score = workspace.take(tuple(seed.shape), torch.float32)
     every = torch.full_like(rows.ks, seed.shape[1])
-    launch_rescore(rows.q, keys.k, keys.k_scale, rows.weights, seed.clamp(min=0), every, score, seed.shape[1])
+    launch_rescore(rows.q, keys.k, keys.k_scale, rows.weights, seed.clamp(min=0), every, score)
     score.masked_fill_(seed < 0, torch.nan)
-    return _seeded(rows, seed, score, 1, topk, torch.empty(0, dtype=torch.int64))
+    return _seeded(seed, score, 1, topk, np.empty(0, np.int64))
 
 
 def choose_columns(
-    rows: Rows, keys: Keys, seeded: Seeded, plan: PrefillPlan, workspace: Workspace, *, may_filter: bool
-) -> int:
-    """Columns with the least expected time, from a trial on a few rows; 0 if a filter without the bound is faster.
+    rows: Rows, keys: Keys, seeded: Seeded, sample: torch.Tensor, plan: PrefillPlan, workspace: Workspace
+) -> tuple[int, float]:
+    """Columns with the least expected time, from a trial of some numbers on a few rows, and that time.
 
-    Choices are tried upwards until one costs more than the one before.
+    Returns:
+        The columns, and the time as ``plan.pruned_cost`` has it (0 if there was but one choice, and no trial).
 
     Exactness: heuristic; the choice changes speed only.
     """
     if len(plan.column_choices) == 1:
-        return plan.column_choices[0]
-    some = torch.linspace(0, len(rows) - 1, min(TRIAL_ROWS, len(rows)), dtype=torch.float64).long()
+        return plan.column_choices[0], 0.0
+    some = np.linspace(0, len(rows) - 1, min(TRIAL_ROWS, len(rows))).astype(np.int64)
     few = rows.pick(some)
-    there = some.to(rows.q.device)
+    there = torch.from_numpy(some).to(rows.q.device)
     tau = seeded.tau[there]
-    heads = head_terms(few.q, keys.k, keys.norm, seeded.sample[there])
+    heads = head_terms(few.q, keys.k, keys.norm, sample[there])
     low, high = few.span()
     words = workspace.take((len(few), -(-(high - low) // 32)), torch.int32)
-    index = workspace.take((len(few), 1), torch.int32)
-    count = torch.empty(len(few), dtype=torch.int32, device=rows.q.device)
-    visible = max(int(few.visible().sum()), 1)
-    best, least = 0, plan.expected_cost(0, 0.0) if may_filter else float("inf")
-    before = float("inf")
+    counts = []
     for columns in plan.column_choices:
         constants = prepare_rows(few.q, few.weights, heads, columns)
         launch_bound(
             constants.columns, constants.coefficients, constants.slack, tau,
             keys.k, keys.norm, keys.scale, few.ks, few.ke, words, low, high,
         )  # fmt: skip
-        launch_compact(words, few.ks, few.ke, index, count, low, high)
-        cost = plan.expected_cost(columns, int(count.sum()) / visible)
-        if cost < least:
-            best, least = columns, cost
-        if cost > before:
-            break
-        before = cost
-    return best
+        counts.append(launch_count(words, few.ks, few.ke, low, high))
+    survivors = torch.stack(counts).cpu().numpy()
+    shares = survivors.sum(-1) / np.maximum(few.visible(), 1)
+    peaks = survivors.max(-1) / min(32 * SEGMENT_WORDS, max(high - low, 1))
+    tried = np.array(plan.column_choices)
+    choices = [columns for columns in SUPPORTED_COLUMNS if tried[0] <= columns <= tried[-1]]
+    between = [(_between(tried, shares, columns), _between(tried, peaks, columns)) for columns in choices]
+    costs = [plan.pruned_cost(columns, *rates) for columns, rates in zip(choices, between, strict=True)]
+    best = int(np.argmin(costs))
+    return choices[best], costs[best]
 
 
-class Emitted:
-    """Scored keys that reached ``tau``, waiting to be merged into the running top-K."""
-
-    def __init__(self, workspace: Workspace, rows: int, capacity: int, running: RunningTopK) -> None:
-        self.running = running
-        self._index = workspace.take((rows, capacity), torch.int32)
-        self._score = workspace.take((rows, capacity), torch.float32)
-        self._count, self._zero, self._any_full = torch.zeros(3, rows, dtype=torch.int32, device=self._index.device)
-        self.full = workspace.take((rows,), torch.int32)
-
-    def append(self, index: torch.Tensor, score: torch.Tensor, count: torch.Tensor, tau: torch.Tensor) -> bool:
-        """Take in the entries that reach ``tau``; whether some row's do not fit. ``full`` says which; none is taken."""
-        launch_append(index, score, count, tau, self._index, self._score, self._count, self.full, self._any_full)
-        if not self._any_full[:1].item():
-            return False
-        self._any_full.zero_()
-        return True
-
-    def flush(self) -> None:
-        """Merge what is waiting."""
-        self.running.merge(self._index, self._score, self._zero, self._count, 0)
-        self._count.zero_()
+def _between(tried: npt.NDArray[np.int64], rates: npt.NDArray[np.float64], columns: int) -> npt.NDArray[np.float64]:
+    """Rates ``[rows]`` at a number of columns from those ``[tried, rows]``, linear in logarithms between neighbours."""
+    logs = np.log(np.maximum(rates, 1e-9))
+    high = max(int(np.searchsorted(tried, columns)), 1)
+    low = high - 1
+    part = (columns - tried[low]) / (tried[high] - tried[low])
+    return np.asarray(np.exp(logs[low] * (1 - part) + logs[high] * part))
 
 
 @dataclasses.dataclass(slots=True, kw_only=True)
-class Pruned:
-    """Outcome of ``pruned_rows``.
+class Flight:
+    """A block of rows on its way through the device, which the host has not read yet.
 
     Attributes:
-        running: the top-K.
-        state: ``[rows]`` int32 on the device: 0, ``NON_FINITE`` or ``TOO_LARGE``.
-        survivors: ``[rows]`` int64 on the device, keys that passed the bound or the filter.
-        rescanned: pairs that were scored again by row, int64 on the CPU; above 0 for a row that overflowed.
+        places: its rows.
+        pilots: those among them that were scored densely for their winners.
+        own: whether each row had seeds of its own.
+        pruning: whether the bound pass looked at them.
+        numbers: int32 ``[3, >= rows]`` in host memory, on its way: state, seeds with a score, survivors.
+        landed: after which ``numbers`` may be read, or None.
     """
 
-    running: RunningTopK
-    state: torch.Tensor
-    survivors: torch.Tensor
-    rescanned: torch.Tensor
+    places: Places
+    pilots: Places
+    own: bool
+    pruning: bool
+    numbers: torch.Tensor
+    landed: torch.cuda.Event | None
+
+    def read(self) -> npt.NDArray[np.int32]:
+        """The numbers; waits for them."""
+        if self.landed is not None:
+            self.landed.synchronize()
+        return self.numbers.numpy()[:, : len(self.places)]
+
+
+def _send_home(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    """Start to copy to the host; the copy, and the event after which it is there."""
+    if numbers.device.type == "cpu":
+        return numbers, None
+    there = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+    there.copy_(numbers, non_blocking=True)
+    landed = torch.cuda.Event()
+    landed.record()
+    return there, landed
 
 
 def pruned_rows(
@@ -377,42 +369,49 @@ def pruned_rows(
     plan: PrefillPlan,
     columns: int,
     seeded: Seeded,
+    sample: torch.Tensor | None,
+    state: torch.Tensor,
+    survivors: torch.Tensor,
     workspace: Workspace,
     on_stage: Callable[[str], None],
-) -> Pruned:
+) -> RunningTopK:
     """Top-K of a block of rows with more than ``topk`` visible keys each, skipping what ``mode`` allows.
 
-    Rows with a state, and rows whose ``tau`` is NaN, hold no result. A chunk in which a row's survivors or emitted keys
-    did not fit was rescanned for that row.
+    Rows with a state, and rows whose ``tau`` is NaN, hold no result.
+
+    Args:
+        rows, keys, topk, mode, plan: of the call.
+        columns: dot columns of the bound pass, if ``mode`` has one.
+        seeded: the rows' seeds.
+        sample: keys that steer the choice of columns, if ``mode`` has a bound pass.
+        state: ``[rows]`` int32, written: 0, ``NON_FINITE``, ``TOO_LARGE`` or ``OVERFLOW``.
+        survivors: ``[rows]`` int32, written: keys that passed the bound or the filter.
+        workspace: for the buffers.
+        on_stage: called with each stage's name.
     """
     shared = (rows.q, keys.k, keys.k_scale, rows.weights)
-    tau = seeded.tau
-    pruning = mode in PRUNING
-    if pruning:
+    if sample is not None:
         on_stage("prepare")
-        heads = head_terms(rows.q, keys.k, keys.norm, seeded.sample)
+        heads = head_terms(rows.q, keys.k, keys.norm, sample)
         constants = prepare_rows(rows.q, rows.weights, heads, columns)
-        state = constants.state
-    else:
-        state = torch.zeros_like(rows.ks)
-    # Rows that cannot be served are not looked at by any later stage.
-    ke = torch.where(tau.isnan() | (state != 0), rows.ks, rows.ke)
-
+    # Rows that cannot be served are not looked at by any later stage. The seeds' own tau is needed at the end.
+    ke, emitted, zero = (workspace.take((len(rows),), torch.int32) for _ in range(3))
+    tau = workspace.take((len(rows),), torch.float32)
+    bound_state = None if sample is None else constants.state
+    launch_open_rows(seeded.tau, rows.ks, rows.ke, bound_state, state, ke, tau, survivors, emitted, zero)
     running = RunningTopK(workspace, len(rows), topk)
-    survivors = torch.zeros(len(rows), dtype=torch.int64, device=rows.q.device)
-    rescanned = torch.zeros(len(rows), dtype=torch.int64)
     words = workspace.take((len(rows), plan.key_chunk // 32), torch.int32)
     index = workspace.take((len(rows), plan.capacity), torch.int32)
     score = workspace.take((len(rows), plan.capacity), torch.float32)
     count = workspace.take((len(rows),), torch.int32)
-    zero = torch.zeros_like(rows.ks)
-    emitted = None
-    if mode is not Mode.PRUNE:
-        emitted = Emitted(workspace, len(rows), plan.list_capacity, running)
+    emits = mode is not Mode.PRUNE
+    if emits:
+        emitted_index = workspace.take((len(rows), plan.list_capacity), torch.int32)
+        emitted_score = workspace.take((len(rows), plan.list_capacity), torch.float32)
     low, high = rows.span()
     for start in range(low, high, plan.key_chunk):
         end = min(start + plan.key_chunk, high)
-        if pruning:
+        if sample is not None:
             on_stage("bound")
             launch_bound(
                 constants.columns, constants.coefficients, constants.slack, tau, keys.k, keys.norm, keys.scale,
@@ -423,39 +422,142 @@ def pruned_rows(
             launch_score(*shared, rows.ks, ke, tau, words, start, end)
         on_stage("compact")
         launch_compact(words, rows.ks, ke, index, count, start, end)
-        survivors += count
-        most = int(count.amax())
-        held = count
-        overflow = None
-        if most > plan.capacity:
-            overflow = count > plan.capacity
-            held = torch.where(overflow, 0, count)
         on_stage("rescore")
-        launch_rescore(*shared, index, held, score, min(most, plan.capacity))
+        launch_rescore(*shared, index, count, score)
         on_stage("emit")
-        if emitted is None:
-            running.merge(index, score, zero, held, 0)
-        elif emitted.append(index, score, held, tau):
-            # Make room; tau may rise by that, and fewer keys reach it.
-            again = torch.where(emitted.full != 0, held, 0)
-            emitted.flush()
+        if emits:
+            launch_append(index, score, count, tau, emitted_index, emitted_score, emitted, state, survivors)
+            if end < high:
+                launch_trim(emitted_index, emitted_score, emitted, topk, tau)
+        else:
+            survivors += count
+            full = count > plan.capacity
+            state.masked_fill_(full & (state == 0), OVERFLOW)
+            running.merge(index, score, zero, count.masked_fill_(full, 0), 0)
             tau = torch.maximum(tau, running.kth())
-            if emitted.append(index, score, again, tau):
-                full = emitted.full != 0
-                overflow = full if overflow is None else overflow | full
-        if overflow is not None:
-            on_stage("rescan")
-            if emitted is not None:
-                emitted.flush()
-            places = overflow.cpu().nonzero().flatten()
-            rescanned[places] += (rows.last.clamp(max=end) - rows.first.clamp(min=start))[places]
-            _rescan(rows, keys, running, places, start, end, plan)
-        if emitted is None:
-            tau = torch.maximum(tau, running.kth())
-    if emitted is not None:
+    if emits:
         on_stage("select")
-        emitted.flush()
-    return Pruned(running=running, state=state, survivors=survivors, rescanned=rescanned)
+        running.merge(emitted_index, emitted_score, zero, emitted, 0)
+    return running
+
+
+class _Call:
+    """One call: what is common to its blocks, and what became of its rows."""
+
+    def __init__(
+        self,
+        rows: Rows,
+        keys: Keys,
+        topk: int,
+        mode: Mode | None,
+        plan: PrefillPlan,
+        hints: torch.Tensor | None,
+        workspace: Workspace,
+        may_give_up: bool,
+        on_stage: Callable[[str], None],
+    ) -> None:
+        self.rows, self.keys, self.topk, self.mode = rows, keys, topk, mode
+        self.plan, self.hints, self.workspace = plan, hints, workspace
+        self.may_give_up, self.on_stage = may_give_up, on_stage
+        self.visible = rows.visible()
+        shape, device = (len(rows), topk), rows.q.device
+        self.out_index = torch.empty(shape, dtype=torch.int32, device=device)
+        self.out_score = torch.empty(shape, dtype=torch.float32, device=device)
+        self.report = RowReport(
+            pruned=np.zeros(len(rows), np.bool_),
+            rescored=self.visible.copy(),
+            survivors=self.visible.copy(),
+            fallback={},
+        )
+
+    def launch(self, places: Places, *, own: bool) -> Flight | None:
+        """Start to select for these rows, skipping what the mode allows; ``own``: with seeds of each row's own.
+
+        Returns:
+            The flight, or None if the bound is not expected to pay: nothing is on its way, and the mode is over.
+        """
+        mode, plan, workspace = self.mode, self.plan, self.workspace
+        assert mode is not None
+        workspace.reset()
+        part = self.rows.pick(places)
+        self.on_stage("seeds")
+        if own:
+            seeded = seed_rows(part, self.keys, self.topk, plan, workspace)
+        else:
+            seeded = seed_groups(part, self.keys, self.topk, plan, self.hints, workspace)
+        sample = None
+        if mode in PRUNING:
+            sample = seeded.sample(part)
+            if self.report.columns == 0:
+                self.on_stage("columns")
+                columns, cost = choose_columns(part, self.keys, seeded, sample, plan, workspace)
+                if self.may_give_up and cost > plan.dense_cost():
+                    self.give_up()
+                    return None
+                self.report.columns = columns
+        # Each line starts at a multiple of 16 bytes, whatever the number of rows: kernels are compiled for that.
+        numbers = torch.empty(3, -(-len(part) // 4) * 4, dtype=torch.int32, device=part.q.device)
+        state, seeds, survivors = numbers[:, : len(part)]
+        seeds.copy_(seeded.count)
+        running = pruned_rows(
+            part, self.keys, self.topk, mode, plan, self.report.columns, seeded, sample, state, survivors, workspace,
+            self.on_stage,
+        )  # fmt: skip
+        self._finish(running, seeded.tau, state, places)
+        there, landed = _send_home(numbers)
+        return Flight(
+            places=places, pilots=seeded.pilots, own=own, pruning=sample is not None, numbers=there, landed=landed
+        )
+
+    def settle(self, flight: Flight) -> tuple[Places, Places]:
+        """Read what became of a block: rows that want seeds of their own, and rows to be scored densely."""
+        places, report = flight.places, self.report
+        state, seeds, survivors = flight.read()
+        good = state == 0
+        for code, reason in REASONS.items() if not good.all() else ():
+            if flight.own or code != TOO_FEW_SEEDS:
+                report.note(reason, places[state == code])
+        visible = self.visible[places]
+        rescored = seeds.astype(np.int64) + survivors if flight.pruning else visible.copy()
+        # Pilots were scored densely too.
+        rescored[flight.pilots] = visible[flight.pilots]
+        served = places[good]
+        report.rescored[served] = np.minimum(rescored, visible)[good]
+        report.survivors[served] = survivors[good]
+        report.pruned[served] = flight.pruning
+        did_not_pay = report.rescored[places].sum() > GIVE_UP_ABOVE * visible.sum()
+        if self.may_give_up and self.mode is Mode.BOTH and did_not_pay:
+            self.give_up()
+        poor = state == TOO_FEW_SEEDS
+        if flight.own:
+            return places[:0], places[~good]
+        return places[poor], places[~good & ~poor]
+
+    def give_up(self) -> None:
+        """Go on without the bound: it does not pay on these rows."""
+        self.mode = None
+
+    def dense(self, places: Places) -> None:
+        """Select for these rows from all their keys."""
+        self.workspace.reset()
+        self.on_stage("dense")
+        running = dense_rows(self.rows.pick(places), self.keys, self.topk, self.plan.dense_chunk, self.workspace)
+        self._finish(running, None, None, places)
+
+    def _finish(
+        self, running: RunningTopK, tau: torch.Tensor | None, state: torch.Tensor | None, places: Places
+    ) -> None:
+        low, high = int(places[0]), int(places[-1]) + 1
+        if high - low == len(places):
+            there = torch.arange(low, high, device=self.out_index.device)
+        else:
+            there = torch.from_numpy(places).to(self.out_index.device)
+        launch_finish(*running.now, tau, state, there, self.out_index, self.out_score)
+
+
+def _split(places: Places, size: int) -> Iterator[Places]:
+    for start in range(0, len(places), size):
+        yield places[start : start + size]
 
 
 def run(
@@ -473,85 +575,67 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor, RowReport]:
     """Select for all rows; ``mode`` None is the dense path.
 
-    With ``may_give_up`` the rest of the call goes without the bound once a block had most of its pairs rescored.
+    With ``may_give_up`` the call goes on densely when a trial expects the bound not to pay, or when a block had most of
+    its pairs rescored.
 
     Returns:
         ``topk_indices`` int32 and ``scores`` float32 ``[rows, topk]`` in ascending key order with -1 and -Inf tails,
         and the report.
     """
-    total = len(rows)
-    device = rows.q.device
-    out_index = torch.empty((total, topk), dtype=torch.int32, device=device)
-    out_score = torch.empty((total, topk), dtype=torch.float32, device=device)
-    visible = rows.visible()
-    report = RowReport(
-        pruned=torch.zeros(total, dtype=torch.bool), rescored=visible.clone(), survivors=visible.clone(), fallback={}
-    )
+    call = _Call(rows, keys, topk, mode, plan, hints, workspace, may_give_up, on_stage)
+    total, visible = len(rows), call.visible
+    done = 0
 
-    def skip(places: torch.Tensor, *, own: bool) -> torch.Tensor:
-        """Select for these rows, skipping what the mode allows; the rows' states, 0 for a row that was served.
+    def advance(count: int) -> None:
+        nonlocal done
+        done += count
+        if on_progress is not None and count:
+            on_progress(done, total)
 
-        ``own``: with seeds of each row's own, not of its group.
-        """
-        nonlocal mode
-        assert mode is not None
-        workspace.reset()
-        part = rows.pick(places)
-        on_stage("seeds")
-        if own:
-            seeded = seed_rows(part, keys, topk, plan, workspace)
-        else:
-            seeded = seed_groups(part, keys, topk, plan, hints, workspace)
-        if mode in PRUNING and report.columns == 0:
-            on_stage("columns")
-            report.columns = choose_columns(
-                part, keys, seeded, plan, workspace, may_filter=may_give_up and mode is Mode.BOTH
-            )
-            if report.columns == 0:
-                mode = Mode.EMIT
-                report.note(Fallback.SLACK_BOUND, places)
-        result = pruned_rows(part, keys, topk, mode, plan, report.columns, seeded, workspace, on_stage)
-        launch_finish(*result.running.now, seeded.tau, result.state, places.to(device), out_index, out_score)
-        state, seeds, survivors = torch.stack([result.state, seeded.count, result.survivors]).cpu()
-        for code, reason in REASONS.items():
-            if own or code != TOO_FEW_SEEDS:
-                report.note(reason, places[state == code])
-        report.note(Fallback.SURVIVOR_OVERFLOW, places[(result.rescanned > 0) & (state == 0)])
-        rescored = seeds + survivors + result.rescanned if mode in PRUNING else part.visible()
-        # Pilots were scored densely too.
-        rescored[seeded.pilots] = part.visible()[seeded.pilots]
-        good = state == 0
-        report.rescored[places[good]] = torch.minimum(rescored, part.visible())[good]
-        report.survivors[places[good]] = survivors[good]
-        report.pruned[places[good]] = mode in PRUNING
-        return state
+    poor: list[Places] = []
+    dense: list[Places] = []
+    flights: collections.deque[Flight] = collections.deque()
 
-    for start in range(0, total, plan.max_rows):
-        block = torch.arange(start, min(start + plan.max_rows, total))
-        dense = block
-        if mode is not None and mode is not Mode.BASE:
-            is_long = visible[block] > topk
-            report.note(Fallback.SHORT_ROW, block[~is_long & (visible[block] > 0)])
-            dense, again = block[~is_long], block[is_long]
-            candidates = again
-            if len(candidates) and (hints is not None or len(candidates) >= PILOTS_FROM):
-                state = skip(candidates, own=False)
-                again = candidates[state == TOO_FEW_SEEDS]
-                dense = torch.cat([dense, candidates[(state != 0) & (state != TOO_FEW_SEEDS)]])
-            # Lists of a row's own take more room.
-            for some in again.split(max(plan.max_rows // OWN_SHARE, 1)) if len(again) else ():
-                state = skip(some, own=True)
-                dense = torch.cat([dense, some[state != 0]])
-            rescored = int(report.rescored[candidates].sum())
-            if may_give_up and mode is Mode.BOTH and rescored > GIVE_UP_ABOVE * int(visible[candidates].sum()):
-                mode = Mode.EMIT
-                report.note(Fallback.SLACK_BOUND, torch.arange(start + len(block), total))
-        if len(dense):
-            workspace.reset()
-            on_stage("dense")
-            dense = dense.sort().values
-            running = dense_rows(rows.pick(dense), keys, topk, plan.dense_chunk, workspace)
-            launch_finish(*running.now, None, None, dense.to(device), out_index, out_score)
-        if on_progress is not None:
-            on_progress(start + len(block), total)
-    return out_index, out_score, report
+    def settle() -> None:
+        flight = flights.popleft()
+        few_seeds, others = call.settle(flight)
+        poor.append(few_seeds)
+        dense.append(others)
+        advance(len(flight.places) - len(few_seeds) - len(others))
+
+    everything = np.arange(total)
+    for block in _split(everything, plan.max_rows) if mode not in (None, Mode.BASE) else ():
+        # One block may be on its way while the next is launched.
+        while len(flights) > 1:
+            settle()
+        is_long = visible[block] > topk
+        call.report.note(Fallback.SHORT_ROW, block[~is_long & (visible[block] > 0)])
+        dense.append(block[~is_long])
+        block = block[is_long]
+        if call.mode is not None and len(block):
+            if hints is None and len(block) < PILOTS_FROM:
+                poor.append(block)
+                continue
+            flight = call.launch(block, own=False)
+            if flight is not None:
+                flights.append(flight)
+                continue
+        call.report.note(Fallback.SLACK_BOUND, block)
+        dense.append(block)
+    while flights:
+        settle()
+    if mode in (None, Mode.BASE):
+        dense.append(everything)
+    # Lists of a row's own take more room.
+    for some in _split(np.concatenate([everything[:0], *poor]), max(plan.max_rows // OWN_SHARE, 1)):
+        flight = call.launch(some, own=True) if call.mode is not None else None
+        if flight is None:
+            call.report.note(Fallback.SLACK_BOUND, some)
+            dense.append(some)
+            continue
+        flights.append(flight)
+        settle()
+    for some in _split(np.sort(np.concatenate(dense)), plan.max_rows):
+        call.dense(some)
+        advance(len(some))
+    return call.out_index, call.out_score, call.report

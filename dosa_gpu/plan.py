@@ -5,28 +5,46 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+import numpy as np
+import numpy.typing as npt
+
 from dosa_ref.spec import HEAD_DIM, InvalidProblem, Mode, UnsupportedConfiguration
 
 DEFAULT_WORKSPACE_BYTES = 2 * 1024**3
 DEFAULT_COLUMNS = {32: 12, 64: 16}
 SUPPORTED_COLUMNS = (8, 12, 16, 20, 24, 32)
 
-# Milliseconds for 2**29 (query, key) pairs on one H200, by number of columns or of heads (docs/performance-notes.md).
-# They decide how many columns are used; a wrong figure costs time only.
-BOUND_COST = {8: 1.4, 12: 1.9, 16: 2.4, 20: 3.1, 24: 3.4, 32: 4.3}
-RESCORE_COST = {32: 15.0, 64: 18.0}
-FILTER_COST = {32: 5.2, 64: 10.0}
-TRIALS_FROM_PAIRS = 2**30
+# Milliseconds on one H200 (docs/performance-notes.md), by number of columns or of heads. They decide between the dense
+# path and numbers of columns; a wrong figure costs time only. For 2**29 (query, key) pairs:
+BOUND_COST = {8: 1.3, 12: 1.85, 16: 2.35, 20: 3.1, 24: 3.2, 32: 4.2}
+RESCORE_COST = {32: 13.0, 64: 16.0}
+DENSE_COST = {32: 6.1, 64: 10.2}
+# For 4,096 rows:
+PREPARE_COST = {
+    32: {8: 0.7, 12: 0.75, 16: 0.85, 20: 1.1, 24: 1.2, 32: 1.4},
+    64: {8: 1.4, 12: 1.5, 16: 1.7, 20: 2.2, 24: 2.4, 32: 2.9},
+}
+SEED_COST = {32: 1.1e-4, 64: 2.0e-4}
+"""For each seed."""
+SELECT_COST = 1.0
+"""K-th score of the seeds, emit, top-K of what was emitted."""
+TRIAL_MS = 2.5
+"""For a call: what it takes to find out whether the bound pays."""
+LEAST_GAIN = 0.7
+"""At best, a call with the bound has to take no more than this share of the dense path for a trial to be worth it."""
+TRIAL_COLUMNS = (8, 16, 32)
+"""Numbers of columns that a trial measures; survivors of those between are interpolated."""
+TRIALS_FROM_PAIRS = 2**28
 """Smaller calls take the default number of columns: a trial would cost more than it saves."""
 
 MAX_ROWS = 4096
-KEY_CHUNK = 262144
-"""Keys of one bound pass; the host waits for the device twice per chunk."""
+KEY_CHUNK = 131072
+"""Keys of one bound pass."""
 DENSE_CHUNK = 98304
 """Keys whose logits the dense path holds at once."""
 MIN_KEY_CHUNK = 2048
 MIN_CAPACITY = 8192
-CAPACITY_SHARE = 10
+CAPACITY_SHARE = 5
 """A row's survivor buffer holds one key in so many of a chunk."""
 MIN_LIST = 2048
 GROUP_ROWS = 128
@@ -48,11 +66,6 @@ LEAST_SEEDS = 64
 
 FIXED_BYTES = 2**20
 """What the small per-call tensors take."""
-RESCAN_SHARE = 16
-"""One part in so many of the workspace is for rescanning overflowing rows."""
-RESCAN_KEYS = 8192
-"""Keys that a rescan scores at once."""
-
 DENSE_BELOW = 8
 """On the automatic path rows with fewer than this many times ``topk`` visible keys are scored densely."""
 
@@ -91,7 +104,9 @@ class PrefillPlan:
 
     Attributes:
         num_heads: 32 or 64.
-        column_choices: dot columns per row in the bound pass; with more than one a trial decides.
+        num_keys: keys in the problem.
+        topk: keys to select per row.
+        column_choices: dot columns per row in the bound pass; with more than one, those that a trial measures.
         max_rows: rows that one block of work may hold.
         key_chunk: keys that one bound pass or filter covers, a multiple of 64.
         dense_chunk, pilot_chunk: keys whose logits are held at once, for rows that are scored densely and for pilots.
@@ -100,14 +115,13 @@ class PrefillPlan:
         pilots_near: pilots whose winners a group takes as seeds.
         newest, spread: newest keys, and keys of an even sample, in a group's list of seeds.
         own_seeds: seeds of a row that has a list of its own.
-        rescan_rows: overflowing rows that are rescanned at once.
-        rescan_keys: keys that a rescan scores at once, a multiple of 64.
-        rescan_bytes: buffers of a rescan.
         workspace_bytes: upper limit of what the buffers of one block take.
         needed_bytes: what they take at most in this call.
     """
 
     num_heads: int
+    num_keys: int
+    topk: int
     column_choices: tuple[int, ...]
     max_rows: int
     key_chunk: int
@@ -119,22 +133,36 @@ class PrefillPlan:
     newest: int
     spread: int
     own_seeds: int
-    rescan_rows: int
-    rescan_keys: int
-    rescan_bytes: int
     workspace_bytes: int
     needed_bytes: int
 
-    def expected_cost(self, columns: int, share: float) -> float:
-        """Milliseconds for 2**29 pairs with a bound of so many columns; 0 columns: a filter that scores every pair.
+    def dense_cost(self) -> float:
+        """Expected milliseconds for 4,096 rows on the dense path."""
+        return DENSE_COST[self.num_heads] * self.num_keys / 2**17
+
+    def pruned_cost(
+        self, columns: int, shares: npt.NDArray[np.float64], peaks: npt.NDArray[np.float64] | None = None
+    ) -> float:
+        """Expected milliseconds for 4,096 rows with a bound of so many columns.
 
         Args:
-            columns: dot columns per row, or 0.
-            share: survivors of the bound, as a share of all pairs.
+            columns: dot columns per row.
+            shares: of some rows, survivors of the bound as a share of their keys.
+            peaks: the same in the part of the keys that has most, or None. A row of whose survivors there the buffer
+                cannot hold is scored densely afterwards.
         """
-        if columns == 0:
-            return FILTER_COST[self.num_heads]
-        return BOUND_COST[columns] + RESCORE_COST[self.num_heads] * share
+        after = RESCORE_COST[self.num_heads] * shares
+        if peaks is not None:
+            after = np.where(peaks > self.capacity / self.key_chunk, DENSE_COST[self.num_heads], after)
+        seeds = SEED_COST[self.num_heads] * (self.pilots_near * self.topk + self.newest + self.spread)
+        once = PREPARE_COST[self.num_heads][columns] + seeds + SELECT_COST
+        return float((BOUND_COST[columns] + after.mean()) * self.num_keys / 2**17 + once)
+
+    def may_pay(self, num_rows: int) -> bool:
+        """Whether a call of so many rows could profit from the bound, if it prunes as well as any."""
+        best = self.pruned_cost(min(self.column_choices), np.array([1.5 * self.topk / max(self.num_keys, 1)]))
+        blocks = num_rows / 4096
+        return best * blocks + TRIAL_MS < LEAST_GAIN * self.dense_cost() * blocks
 
 
 TOPK_PROGRAMS = {"cpu": 2}
@@ -198,7 +226,7 @@ def plan_prefill(
     choices = (columns,)
     if columns is None:
         columns = max(SUPPORTED_COLUMNS)
-        choices = SUPPORTED_COLUMNS if num_rows * num_keys >= TRIALS_FROM_PAIRS else (DEFAULT_COLUMNS[num_heads],)
+        choices = TRIAL_COLUMNS if num_rows * num_keys >= TRIALS_FROM_PAIRS else (DEFAULT_COLUMNS[num_heads],)
     sizes = {"workspace_bytes": workspace_bytes, "columns": columns, "survivor_capacity": survivor_capacity}
     for field, value in sizes.items():
         is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
@@ -211,11 +239,9 @@ def plan_prefill(
     near = PILOTS_NEAR_LONG if num_keys >= LONG_KEYS else PILOTS_NEAR
     seeds = near * topk + 2 * newest
     key_chunk = max(64, min(KEY_CHUNK, -(-num_keys // 64) * 64))
-    rescan_row = 2 * (8 * topk + 4) + 4 * RESCAN_KEYS + num_heads * (HEAD_DIM + 4)
-    rescan_rows = max(1, workspace_bytes // RESCAN_SHARE // rescan_row)
     groups = -(-min(max(num_rows, 1), MAX_ROWS) // GROUP_ROWS)
-    # Norm and scale of every key, a rescan, a running top-K.
-    fixed = 8 * num_keys + FIXED_BYTES + rescan_rows * rescan_row + topk_scratch(device_type, topk)
+    # Norm and scale of every key, a running top-K.
+    fixed = 8 * num_keys + FIXED_BYTES + topk_scratch(device_type, topk)
     pilot_chunk = key_chunk
     if mode is not None and mode is not Mode.BASE:
         # The pilots' logits and top-K, the groups' seeds as bits and as lists, the trial's bits.
@@ -226,7 +252,8 @@ def plan_prefill(
         fixed += TRIAL_ROWS * (num_keys // 8 + num_heads * 512)
     while True:
         capacity = survivor_capacity or min(key_chunk, max(MIN_CAPACITY, 4 * topk, key_chunk // CAPACITY_SHARE))
-        list_capacity = max(MIN_LIST, 4 * topk)
+        # A power of two, since a list is cut in one piece.
+        list_capacity = max(MIN_LIST, 1 << (4 * topk - 1).bit_length())
         parts = -(-num_keys // min(key_chunk, DENSE_CHUNK)) or 1
         dense_chunk = max(64, -(-num_keys // parts // 64) * 64)
         row = bytes_per_row(
@@ -245,6 +272,8 @@ def plan_prefill(
         key_chunk = max(MIN_KEY_CHUNK, -(-key_chunk // 128) * 64)
     return PrefillPlan(
         num_heads=num_heads,
+        num_keys=num_keys,
+        topk=topk,
         column_choices=choices,
         max_rows=int(min(rows, MAX_ROWS)),
         key_chunk=key_chunk,
@@ -256,9 +285,6 @@ def plan_prefill(
         newest=newest,
         spread=newest,
         own_seeds=own_seeds,
-        rescan_rows=rescan_rows,
-        rescan_keys=RESCAN_KEYS,
-        rescan_bytes=rescan_rows * rescan_row,
         workspace_bytes=workspace_bytes,
         needed_bytes=min(workspace_bytes, (fixed + min(rows, MAX_ROWS, max(num_rows, 1)) * row) * 16 // 15 + 1),
     )

@@ -140,7 +140,7 @@ class Fallback(enum.Enum):
     TOO_FEW_SEEDS = "too_few_seeds"
     """Fewer than ``topk`` distinct seeds with a score that is not NaN."""
     SURVIVOR_OVERFLOW = "survivor_overflow"
-    """More survivors or emitted keys than the buffer holds: the key chunk was rescanned for this row."""
+    """More survivors or emitted keys than the buffers hold: the row (in the reference, the chunk) was scored again."""
     SLACK_BOUND = "slack_bound"
     """Automatic path only: the rows before this one had most of their keys rescored, so this one was scored densely."""
     THRESHOLD_NOT_MET = "threshold_not_met"

@@ -336,7 +336,7 @@ def long_context(topk: int = 2048) -> list[dict[str, Any]]:
                     "mode": mode.value,
                     "equal": equal,
                     "prune_rate": round(got.stats.prune_rate, 4),
-                    "rows_pruned": sum(got.stats.row_pruned),
+                    "rows_pruned": int(got.stats.row_pruned.sum()),
                     "fallback": {reason: len(which) for reason, which in got.stats.fallback.items()},
                 }
             )

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dosa_ref.contract import check_selection
 from dosa_ref.select import result_hash
 from dosa_ref.spec import Contract, InvalidProblem, Mode, Outcome
@@ -171,7 +173,10 @@ def select_trace(
     indices, scores = kernels.arrays(selection)
     elapsed = round(time.monotonic() - started, 3)
     digest = _sha256(trace)
-    stats = dataclasses.asdict(selection.stats)
+    stats = {
+        name: value.tolist() if isinstance(value, np.ndarray) else value
+        for name, value in dataclasses.asdict(selection.stats).items()
+    }
     if out is not None:
         header = {
             "rows": f"{first}:{last}",

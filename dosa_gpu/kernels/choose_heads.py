@@ -48,7 +48,7 @@ def _choose_heads_kernel(
     left_dot = tl.sum(dot_loss, axis=0)
     order = tl.full((HEADS,), 1 << 20, dtype=tl.int32)
     residual = tl.zeros((SLOTS,), dtype=tl.float32)
-    for step in range(SLOTS):
+    for step in range(budget + 1):
         both = alive[:, None] & alive[None, :]
         rest = tl.sqrt(tl.sum(tl.sum(tl.where(both, tl.abs(gram), 0.0), axis=1), axis=0)) * 0.5
         residual = tl.where(slot == step, rest + 2.0 * left_dot, residual)
@@ -116,5 +116,5 @@ def launch_choose_heads(
     rows, heads = weights.shape
     _choose_heads_kernel[(rows,)](
         q, weights, error, nan, above, below, mean_norm, head, share, multiplier, unusable, budget, RESIDUAL_SHARE,
-        HEADS=heads, SLOTS=head.shape[1], num_warps=8,
+        HEADS=heads, SLOTS=head.shape[1], num_warps=1,
     )  # fmt: skip

@@ -152,6 +152,29 @@ def _list_kernel(
         held += total
 
 
+def _aligned(words) -> bool:
+    """Whether four words may be loaded at once: if the last four of a row are its own."""
+    return words.shape[1] % 4 == 0 and words.stride(0) % 4 == 0 and words.data_ptr() % 16 == 0
+
+
+def launch_count(words, ks, ke, chunk_start: int, chunk_end: int) -> torch.Tensor:
+    """How many bits are set in each segment of ``32 * SEGMENT_WORDS`` keys, int32 ``[rows, segments]``.
+
+    Args:
+        words, ks, ke, chunk_start, chunk_end: as for ``launch_compact``.
+
+    Exactness: exact.
+    """
+    rows = words.shape[0]
+    segments = max(1, triton.cdiv(triton.cdiv(chunk_end - chunk_start, 32), SEGMENT_WORDS))
+    part = torch.empty((rows, segments), dtype=torch.int32, device=words.device)
+    _count_kernel[(rows, segments)](
+        words, ks, ke, part, chunk_start, chunk_end, words.stride(0),
+        ALIGNED=_aligned(words), SEGMENT=SEGMENT_WORDS, num_warps=4,
+    )  # fmt: skip
+    return part
+
+
 def launch_compact(words, ks, ke, index, count, chunk_start: int, chunk_end: int) -> None:
     """List the keys whose bit is set, ascending.
 
@@ -167,15 +190,11 @@ def launch_compact(words, ks, ke, index, count, chunk_start: int, chunk_end: int
     It allocates 4 bytes for each segment of ``SEGMENT_WORDS`` words of each row. Exactness: exact.
     """
     rows, capacity = index.shape
-    segments = max(1, triton.cdiv(triton.cdiv(chunk_end - chunk_start, 32), SEGMENT_WORDS))
-    part = torch.empty((rows, segments), dtype=torch.int32, device=words.device)
-    # Four words may be loaded at once if the last four of a row are its own.
-    aligned = words.shape[1] % 4 == 0 and words.stride(0) % 4 == 0 and words.data_ptr() % 16 == 0
-    sizes = {"ALIGNED": aligned, "SEGMENT": SEGMENT_WORDS}
-    grid = (rows, segments)
-    _count_kernel[grid](words, ks, ke, part, chunk_start, chunk_end, words.stride(0), **sizes, num_warps=4)
-    _list_kernel[grid](
+    part = launch_count(words, ks, ke, chunk_start, chunk_end)
+    segments = part.shape[1]
+    _list_kernel[(rows, segments)](
         words, ks, ke, part, index, count, chunk_start, chunk_end, words.stride(0), index.stride(0), capacity,
         SEGMENTS=triton.next_power_of_2(segments), WORDS=TILE_WORDS, LEVELS=(TILE_WORDS // 4).bit_length() - 1,
-        PLACES=INTERPRETER_PLACES if words.device.type == "cpu" else GPU_PLACES, **sizes, num_warps=1,
+        PLACES=INTERPRETER_PLACES if words.device.type == "cpu" else GPU_PLACES,
+        ALIGNED=_aligned(words), SEGMENT=SEGMENT_WORDS, num_warps=1,
     )  # fmt: skip

@@ -8,19 +8,21 @@ TILE = 1024
 
 @triton.jit
 def _mark_seeds_kernel(
-    winner_ptr,  # [pilots, winners] i32, negative for none
-    pilot_ptr,  # [groups] i32, first pilot of a group
+    winner_ptr,  # [pilots, winners] i32
+    count_ptr,  # [pilots] i32 with COUNTED, else unused
     ks_ptr,  # [rows] i32
     ke_ptr,  # [rows] i32
     word_ptr,  # [groups, word_stride] i32, zeroed
     start_ptr,  # [groups] i32
     end_ptr,  # [groups] i32
     num_rows,
+    pilots,
     winners,
     near,
     newest,
     spread,
     word_stride,
+    COUNTED: tl.constexpr,
     GROUP: tl.constexpr,
     TILE: tl.constexpr,
 ):
@@ -36,8 +38,12 @@ def _mark_seeds_kernel(
         tl.store(end_ptr + group, end)
     item = tl.program_id(1) * TILE + tl.arange(0, TILE)
     count = near * winners
-    first = tl.load(pilot_ptr + group).to(tl.int64) * winners
-    won = tl.load(winner_ptr + first + item, mask=item < count, other=-1)
+    # The pilots nearest to the group; winners of the near ones lie one after another.
+    first = tl.minimum(tl.maximum(group - near // 2, 0), pilots - near)
+    is_won = item < count
+    if COUNTED:
+        is_won &= item % winners < tl.load(count_ptr + first + item // winners, mask=is_won, other=0)
+    won = tl.load(winner_ptr + first.to(tl.int64) * winners + item, mask=is_won, other=-1)
     late = end - 1 - (item - count)
     step = (item - count - newest).to(tl.int64)
     even = (start + step * (end - start) // tl.maximum(spread, 1)).to(tl.int32)
@@ -48,15 +54,15 @@ def _mark_seeds_kernel(
 
 
 def launch_mark_seeds(
-    winners, pilot, ks, ke, near: int, newest: int, spread: int, rows_per_group: int, words, start, end
+    winners, count, ks, ke, near: int, newest: int, spread: int, rows_per_group: int, words, start, end
 ) -> None:
     """Set one bit per seed and group; a key is a seed once, however often it is named.
 
     Args:
-        winners: ``[pilots, n]`` int32 key columns, negative for none, contiguous.
-        pilot: ``[groups]`` int32, the first of the ``near`` consecutive pilots whose winners a group takes.
+        winners: ``[pilots, n]`` int32 key columns, contiguous, of a pilot for each group, or of one for all.
+        count: ``[pilots]`` int32, winners of each pilot that count; None if all do.
         ks, ke: ``[rows]`` int32.
-        near: pilots per group.
+        near: pilots whose winners a group takes, the nearest ones; at most their number.
         newest: newest keys of the group's windows.
         spread: keys spread evenly over them.
         rows_per_group: rows of a group, a power of two.
@@ -66,8 +72,10 @@ def launch_mark_seeds(
 
     Exactness: exact; which keys are seeds changes speed only.
     """
-    items = near * winners.shape[1] + newest + spread
+    pilots, each = winners.shape
+    items = near * each + newest + spread
     _mark_seeds_kernel[(start.shape[0], triton.cdiv(items, TILE))](
-        winners, pilot, ks, ke, words, start, end, ks.shape[0], winners.shape[1], near, newest, spread, words.stride(0),
-        GROUP=rows_per_group, TILE=TILE, num_warps=4,
+        winners, winners if count is None else count, ks, ke, words, start, end,
+        ks.shape[0], pilots, each, near, newest, spread, words.stride(0),
+        COUNTED=count is not None, GROUP=rows_per_group, TILE=TILE, num_warps=4,
     )  # fmt: skip

@@ -7,7 +7,8 @@ from dosa_gpu.kernels.combine_heads import combine_heads
 from dosa_gpu.machine_code import require_tensor_core_chain
 from dosa_gpu.plan import tile_keys
 
-TILES_PER_PROGRAM = 8
+PROGRAMS = 8192
+"""Programs that a launch is divided into, as far as there are tiles for them."""
 
 OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 """Compiler options: fp fusion off, since the contract says which products are fused."""
@@ -25,19 +26,18 @@ def _rescore_kernel(
     stride,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
-    PER_PROGRAM: tl.constexpr,
 ):
     row = tl.program_id(0)
     count = tl.load(count_ptr + row)
-    start = tl.program_id(1) * PER_PROGRAM
-    end = tl.minimum(start + PER_PROGRAM, count)
-    if start < end:
+    count = tl.where(count > stride, 0, count)
+    start = tl.program_id(1) * KEYS
+    if start < count:
         heads = row * HEADS + tl.arange(0, HEADS)
         depth = tl.arange(0, 128)
         q = tl.load(q_ptr + heads.to(tl.int64)[:, None] * 128 + depth[None, :])
         weight = tl.load(weights_ptr + heads)
         base = row.to(tl.int64) * stride
-        for tile in tl.range(start, end, KEYS):
+        for tile in tl.range(start, count, tl.num_programs(1) * KEYS):
             place = tile + tl.arange(0, KEYS)
             listed = place < count
             key = tl.load(index_ptr + base + place, mask=listed, other=0)
@@ -48,25 +48,26 @@ def _rescore_kernel(
             tl.store(score_ptr + base + place, tl.reshape(score, (KEYS,)), mask=listed)
 
 
-def launch_rescore(q, k, k_scale, weights, index, count, score, longest: int) -> None:
+def launch_rescore(q, k, k_scale, weights, index, count, score) -> None:
     """Score the first ``count[row]`` keys of each row's list.
 
     Args:
         q, k, k_scale, weights: as in ``launch_score``.
         index: ``[rows, capacity]`` int32 key columns, contiguous.
-        count: ``[rows]`` int32, at most ``longest``.
+        count: ``[rows]`` int32; a row with more than ``capacity`` is passed over.
         score: ``[rows, capacity]`` float32, written at the listed places only.
-        longest: upper limit of ``count``; sizes the launch.
+
+    The programs of a row take its tiles in turn, so that the launch need not know how long the lists are.
 
     Exactness: model of hardware, contract ``sm90``; the bits of ``launch_score``.
     """
     num_rows, num_heads, _ = q.shape
-    if longest == 0:
-        return
-    keys = tile_keys(k.device.type, longest)
-    compiled = _rescore_kernel[(num_rows, triton.cdiv(longest, keys * TILES_PER_PROGRAM))](
+    capacity = index.shape[1]
+    keys = tile_keys(k.device.type, capacity)
+    programs = max(1, min(triton.cdiv(capacity, keys), PROGRAMS // max(num_rows, 1)))
+    compiled = _rescore_kernel[(num_rows, programs)](
         q, k, k_scale, weights, index, count, score, index.stride(0),
-        HEADS=num_heads, KEYS=keys, PER_PROGRAM=keys * TILES_PER_PROGRAM,
+        HEADS=num_heads, KEYS=keys,
         **OPTIONS,
     )  # fmt: skip
     require_tensor_core_chain(compiled)

@@ -176,5 +176,5 @@ def launch_row_bound(
     _row_bound_kernel[(rows,)](
         code, weights, norm, error, head, share, multiplier, projection, unusable,
         column, column.view(code.dtype), coefficient, slack, state,
-        HEADS=heads, SLOTS=head.shape[1], COLUMNS=columns, num_warps=8,
+        HEADS=heads, SLOTS=head.shape[1], COLUMNS=columns, num_warps=4,
     )  # fmt: skip

@@ -14,7 +14,6 @@ def _sample_keys_kernel(
     ks_ptr,  # [rows] i32
     ke_ptr,  # [rows] i32
     sample_ptr,  # [rows, 2 * HALF] i32
-    seeds_ptr,  # [rows] i32
     width,
     score_stride,
     rows_per_list,
@@ -27,13 +26,10 @@ def _sample_keys_kernel(
     list_row = list_ptr + row // rows_per_list * width
     sample_row = sample_ptr + row * 2 * HALF
     total = 0
-    seeds = 0
     for start in range(0, width, TILE):
         place = start + tl.arange(0, TILE)
         score = tl.load(score_row + place, mask=place < width, other=float("nan"))
         total += tl.sum((score < tau).to(tl.int32), axis=0)
-        seeds += tl.sum((score == score).to(tl.int32), axis=0)
-    tl.store(seeds_ptr + row, seeds)
     some = tl.maximum(total, 1)
     before = 0
     for start in range(0, width, TILE):
@@ -59,7 +55,7 @@ def _sample_keys_kernel(
     tl.store(sample_row + HALF + slot, key)
 
 
-def launch_sample_keys(lists, score, tau, ks, ke, rows_per_list: int, sample, seeds) -> None:
+def launch_sample_keys(lists, score, tau, ks, ke, rows_per_list: int, sample) -> None:
     """Write an even sample of the seeds below ``tau``, in the order of the list, and one of the row's window.
 
     Args:
@@ -70,12 +66,11 @@ def launch_sample_keys(lists, score, tau, ks, ke, rows_per_list: int, sample, se
         rows_per_list: rows that share a list.
         sample: ``[rows, 2 n]`` int32, contiguous, n a power of two, written: seeds in the first half, then keys of the
             window; -1 for none.
-        seeds: ``[rows]`` int32, written: how many seeds have a score.
 
-    Exactness: heuristic; the sample steers the choice of columns only. The count is exact.
+    Exactness: heuristic; the sample steers the choice of columns only.
     """
     rows, width = score.shape
     _sample_keys_kernel[(rows,)](
-        lists, score, tau, ks, ke, sample, seeds, width, score.stride(0), rows_per_list,
+        lists, score, tau, ks, ke, sample, width, score.stride(0), rows_per_list,
         HALF=sample.shape[1] // 2, TILE=TILE, num_warps=4,
     )  # fmt: skip

@@ -16,8 +16,6 @@ PROGRAMS = 1024
 
 OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
 """Compiler options: fp fusion off, since the contract says which products are fused."""
-BITS_OPTIONS = {heads: {**OPTIONS, "maxnreg": registers} for heads, registers in ((32, 168), (64, 128))}
-"""The same with one bit per pair out: as many registers as leave room for three (four) programs at once."""
 
 
 def keys_per_program(tiles: int, span: int, step: int, most: int) -> int:
@@ -136,6 +134,6 @@ def launch_score(q, k, k_scale, weights, ks, ke, tau, out, chunk_start: int, chu
     compiled = _score_kernel[(tiles, triton.cdiv(chunk_end - chunk_start, per_program))](
         q, k, k_scale, weights, ks, ke, tau, out, num_rows, chunk_start, chunk_end, out.stride(0), per_program,
         HEADS=num_heads, QUERIES=queries, KEYS=keys, BITS=bits,
-        **(BITS_OPTIONS[num_heads] if bits else OPTIONS),
+        **OPTIONS,
     )  # fmt: skip
     require_tensor_core_chain(compiled)

@@ -23,6 +23,7 @@ def _score_lists_kernel(
     ks_ptr,  # [rows] i32
     ke_ptr,  # [rows] i32
     list_ptr,  # [lists, width] i32
+    listed_ptr,  # [lists] i32
     score_ptr,  # [rows, score_stride] f32
     num_rows,
     width,
@@ -45,11 +46,12 @@ def _score_lists_kernel(
     q = tl.load(q_ptr + columns.to(tl.int64)[:, None] * 128 + depth[None, :])
     weight = tl.load(weights_ptr + columns)
     group = (first_row // rows_per_list).to(tl.int64)
+    listed = tl.load(listed_ptr + group)
     start = tl.program_id(1) * PER_PROGRAM
     for tile in tl.range(start, tl.minimum(start + PER_PROGRAM, width), KEYS):
         place = tile + tl.arange(0, KEYS)
         inside = place < width
-        key = tl.load(list_ptr + group * width + place, mask=inside, other=-1)
+        key = tl.load(list_ptr + group * width + place, mask=place < listed, other=-1)
         safe_key = tl.maximum(key, 0)
         k = tl.load(k_ptr + safe_key.to(tl.int64)[:, None] * 128 + depth[None, :])
         k_scale = tl.load(k_scale_ptr + safe_key)
@@ -60,12 +62,13 @@ def _score_lists_kernel(
         tl.store(score_ptr + target, tl.where(visible, score, float("nan")), mask=inside[:, None] & row_ok[None, :])
 
 
-def launch_score_lists(q, k, k_scale, weights, ks, ke, lists, rows_per_list: int, score) -> None:
+def launch_score_lists(q, k, k_scale, weights, ks, ke, lists, listed, rows_per_list: int, score) -> None:
     """Score each row on the keys of its group's list.
 
     Args:
         q, k, k_scale, weights, ks, ke: as in ``launch_score``.
-        lists: ``[ceil(rows / rows_per_list), width]`` int32 key columns, negative for none, contiguous.
+        lists: ``[ceil(rows / rows_per_list), width]`` int32 key columns, contiguous.
+        listed: ``[lists]`` int32, keys in each list.
         rows_per_list: consecutive rows that share a list, a multiple of 4.
         score: ``[rows, width]`` float32, written; NaN where the list has no key or the key is outside the row's window.
 
@@ -77,7 +80,7 @@ def launch_score_lists(q, k, k_scale, weights, ks, ke, lists, rows_per_list: int
     keys = tile_keys(k.device.type, width)
     per_program = keys * TILES_PER_PROGRAM
     compiled = _score_lists_kernel[(triton.cdiv(num_rows, queries), triton.cdiv(width, per_program))](
-        q, k, k_scale, weights, ks, ke, lists, score, num_rows, width, score.stride(0), rows_per_list,
+        q, k, k_scale, weights, ks, ke, lists, listed, score, num_rows, width, score.stride(0), rows_per_list,
         HEADS=num_heads, QUERIES=queries, KEYS=keys, PER_PROGRAM=per_program,
         **OPTIONS,
     )  # fmt: skip

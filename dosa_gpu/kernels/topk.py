@@ -329,6 +329,7 @@ def _topk_kernel(
 def _kth_kernel(
     score_ptr,  # [rows, stride] f32
     out_ptr,  # [rows] f32
+    count_ptr,  # [rows] i32
     stride,
     width,
     topk,
@@ -342,11 +343,34 @@ def _kth_kernel(
     score = _load(score_ptr + row * stride, 0, limit, WIDTH)
     score = tl.where(tl.arange(0, WIDTH) < width, score, float("nan"))
     count = tl.sum((score == score).to(tl.int32), axis=0)
+    tl.store(count_ptr + row, count)
     low = _order_code(tl.min(tl.where(score == score, score, float("inf")), axis=0))
     code, reached, _ = _threshold(score, count, low, topk, topk)
     # If exactly topk scores reach the code, it may lie below the least of them, which is the K-th.
     kth = _order_code(tl.min(tl.where(score >= _score_of(code), score, float("inf")), axis=0))
     tl.store(out_ptr + row, tl.where(reached >= topk, _score_of(kth), float("nan")))
+
+
+@triton.jit(do_not_specialize=["topk"])
+def _trim_kernel(
+    index_ptr,  # [rows, CAPACITY] i32
+    score_ptr,  # [rows, CAPACITY] f32
+    count_ptr,  # [rows] i32
+    tau_ptr,  # [rows] f32
+    topk,
+    CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    held = tl.load(count_ptr + row)
+    if held > CAPACITY // 2:
+        index = index_ptr + row * CAPACITY
+        score = score_ptr + row * CAPACITY
+        low = tl.full((), MINUS_INFINITY, tl.uint32)
+        held, code = _select(score, index, score, index, held, 0, low, topk, topk, CAPACITY, TILE)
+        tl.store(count_ptr + row, held)
+        tau = tl.load(tau_ptr + row)
+        tl.store(tau_ptr + row, tl.maximum(tau, _score_of(code)))
 
 
 def _tile(device_type: str, width: int) -> int:
@@ -424,13 +448,14 @@ def launch_topk(
     launch((b_index, b_score), (b_start, b_end), (out_index, out_score), out_count, 1, TAU=tau is not None, PART=False)
 
 
-def launch_kth(score, topk: int, out) -> None:
-    """Write the K-th largest score of each row.
+def launch_kth(score, topk: int, out, count) -> None:
+    """Write the K-th largest score of each row, and how many scores it has.
 
     Args:
         score: ``[rows, width]`` float32, ``width`` at most ``MAX_KTH_WIDTH``; a NaN counts as absent.
         topk: K, at least 1.
         out: ``[rows]`` float32, written: NaN for a row with fewer than ``topk`` scores.
+        count: ``[rows]`` int32, written: scores that are no NaN.
 
     Exactness: exact. Special values: -0.0 ties with +0.0, and a zero is written as +0.0; -Inf is a score.
     """
@@ -440,6 +465,28 @@ def launch_kth(score, topk: int, out) -> None:
         return
     tile = max(triton.next_power_of_2(width), 128)
     _kth_kernel[(rows,)](
-        score, out, score.stride(0), width, topk, ALIGNED=_aligned(score), WIDTH=tile,
+        score, out, count, score.stride(0), width, topk, ALIGNED=_aligned(score), WIDTH=tile,
         num_warps=max(4, min(tile // SCORES_PER_WARP, 32)),
+    )  # fmt: skip
+
+
+def launch_trim(index, score, count, topk: int, tau) -> None:
+    """Cut lists that are more than half full down to their best ``topk`` entries, in place and in order.
+
+    Args:
+        index, score: ``[rows, capacity]`` int32 key columns, ascending, and float32 without a NaN, contiguous;
+            ``capacity`` a power of two, at least ``2 * topk``.
+        count: ``[rows]`` int32, entries of each list; lowered.
+        topk: K, at least 1.
+        tau: ``[rows]`` float32, raised for a list that was cut to a score that its K entries reach.
+
+    Exactness: exact: of equal scores the first entries stay.
+    """
+    rows, capacity = index.shape
+    if rows == 0:
+        return
+    assert capacity >= 2 * topk, f"a list of {capacity} cannot be cut to {topk} when it is half full"
+    _trim_kernel[(rows,)](
+        index, score, count, tau, topk, CAPACITY=capacity, TILE=min(_tile(index.device.type, capacity), capacity),
+        **OPTIONS,
     )  # fmt: skip

@@ -324,7 +324,7 @@ def _gathered_scores(inputs: ScoreInputs) -> torch.Tensor:
     index = listed.expand(len(inputs.q), keys).contiguous()
     out = _empty(inputs)
     weights, scale = inputs.weights.contiguous(), inputs.k_scale.contiguous()
-    launch_rescore(_fp8(inputs.q), _fp8(inputs.k), scale, weights, index, count, out, keys)
+    launch_rescore(_fp8(inputs.q), _fp8(inputs.k), scale, weights, index, count, out)
     return out.flip(1)
 
 

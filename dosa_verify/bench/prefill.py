@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from dosa_gpu.plan import Path as SelectPath
 from dosa_ref.spec import Mode, Outcome
@@ -239,7 +240,7 @@ def _cell(
         )
 
 
-def _survivors(counts: Sequence[int]) -> dict[str, int]:
+def _survivors(counts: npt.NDArray[np.int64]) -> dict[str, int]:
     p50, p99, most = np.percentile(counts, (50, 99, 100)) if len(counts) else (0, 0, 0)
     return {"p50": int(p50), "p99": int(p99), "max": int(most)}
 

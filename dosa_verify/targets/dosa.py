@@ -207,7 +207,7 @@ class KernelTarget:
         return TargetResult(
             topk_indices=indices,
             scores=scores,
-            row_pruned=tuple(selection.stats.row_pruned),
+            row_pruned=tuple(selection.stats.row_pruned.tolist()),
             prune_rate=selection.stats.prune_rate,
             fallback=selection.stats.fallback,
         )

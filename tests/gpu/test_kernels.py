@@ -92,10 +92,12 @@ class TestRescore:
         arguments, _, _, want, _ = scoring
         rows, keys = want.shape
         listed = np.stack([np.sort(random.permutation(keys)[:150]) for _ in range(rows)]).astype(np.int32)
-        count = np.array([150, 0, 1, 64, 65], np.int32)
+        # The list of the last row does not hold all its keys: it is passed over.
+        count = np.array([150, 0, 1, 65, 151], np.int32)
         out = torch.full((rows, 150), CANARY, dtype=torch.int32, device=device)
-        rescore.launch_rescore(*arguments, tensor(listed, device), tensor(count, device), out.view(torch.float32), 150)
+        rescore.launch_rescore(*arguments, tensor(listed, device), tensor(count, device), out.view(torch.float32))
         got = out.cpu().numpy()
+        count[-1] = 0
         for row in range(rows):
             same_bits(got[row, : count[row]], want[row][listed[row, : count[row]]])
             assert (got[row, count[row] :] == CANARY).all()
@@ -113,7 +115,11 @@ class TestScoreLists:
         lists = random.integers(-keys // 4, keys, (3, width)).clip(-1).astype(np.int32)
         out = torch.full((rows, width + 3), CANARY, dtype=torch.int32, device=device)
         scores = out.view(torch.float32)[:, :width]
-        launch_score_lists(q, k, scale, weights, ks, ke, tensor(lists, device), 4, scores)
+        held = np.array([width, width // 2, 0], np.int32)
+        launch_score_lists(
+            q, k, scale, weights, ks, ke, tensor(lists, device), tensor(held, device), 4, scores
+        )  # fmt: skip
+        lists[np.arange(width) >= held[:, None]] = -1
         listed = lists.repeat(4, axis=0)[:rows]
         inside = (listed >= 0) & np.take_along_axis(visible, listed.clip(0), axis=1)
         expected = np.where(inside, np.take_along_axis(want, listed.clip(0), axis=1), np.float32(np.nan))
@@ -385,9 +391,39 @@ class TestKth:
         counts = (~np.isnan(score[:, :keys])).sum(1)
         for wanted in (1, 50, 51, keys):
             out = torch.full((2,), 7.0, device=device)
-            topk.launch_kth(tensor(score, device)[:, :keys], wanted, out)
+            found = torch.full((2,), -7, dtype=torch.int32, device=device)
+            topk.launch_kth(tensor(score, device)[:, :keys], wanted, out, found)
+            assert found.tolist() == counts.tolist()
             want = np.where(counts >= wanted, ordered[:, wanted - 1], np.nan) + np.float32(0.0)
             same_bits(out.cpu().numpy(), want)
+
+
+class TestTrim:
+    @pytest.mark.parametrize("kind", [*(kind for kind in LONG_KINDS if kind != "specials"), "ties", "signed zeros"])
+    @pytest.mark.parametrize(("capacity", "wanted"), [(256, 60), (256, 128), (2048, 7)])
+    def test_a_list_more_than_half_full_keeps_its_best_entries_in_order(self, random, device, kind, capacity, wanted):
+        held = np.array([0, capacity // 2, capacity // 2 + 1, capacity, capacity - 1], np.int32)
+        score = long_rows(random, kind, (5, capacity))
+        key = np.cumsum(random.integers(1, 9, (5, capacity)), axis=1).astype(np.int32)
+        tau = np.array([0.5, 0.5, -np.inf, -np.inf, np.inf], np.float32)
+        got = [tensor(part.copy(), device) for part in (key, score, held, tau)]
+        topk.launch_trim(got[0], got[1], got[2], wanted, got[3])
+        index, scores, count, raised = (part.cpu().numpy() for part in got)
+        assert count.tolist() == [0, capacity // 2, wanted, wanted, wanted]
+        for row in range(5):
+            inside = slice(0, held[row])
+            best = np.sort(np.lexsort((key[row, inside], -score[row, inside].astype(np.float64)))[: count[row]])
+            if row < 2:
+                best = np.arange(held[row])
+            np.testing.assert_array_equal(index[row, : count[row]], key[row, best])
+            same_bits(scores[row, : count[row]], score[row, best])
+        # tau never falls. A cut list's lies between its least entry and what was cut.
+        assert raised[:2].tolist() == [0.5, 0.5]
+        assert raised[4] == np.inf
+        for row in (2, 3):
+            least = scores[row, :wanted].min()
+            assert raised[row] <= least
+            assert raised[row] == least or (score[row, : held[row]] >= raised[row]).sum() == wanted
 
 
 class TestKeyNorms:

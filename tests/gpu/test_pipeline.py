@@ -209,7 +209,7 @@ class TestStats:
         selection = run(problem, device)
         assert_equals_reference(selection, problem)
         assert selection.stats.fallback == {"non_finite_row": [0], "row_magnitude": [1]}
-        assert selection.stats.row_prune_rate[:2] == [0.0, 0.0]
+        assert selection.stats.row_prune_rate[:2].tolist() == [0.0, 0.0]
 
     def test_all_keys_nan_leaves_no_seed(self, device):
         problem = build(dataclasses.replace(LEARNED, rows=2, keys=200))
@@ -232,6 +232,40 @@ class TestStats:
         np.testing.assert_allclose(stats.prune_rate, np.mean(stats.row_prune_rate), rtol=1e-12)
 
 
+class TestChunks:
+    @pytest.mark.parametrize("mode", [Mode.PRUNE, Mode.EMIT, Mode.BOTH])
+    @pytest.mark.parametrize("values", [Values.LEARNED, Values.FEW_KEYS])
+    def test_lists_fill_up_over_many_chunks(self, mode, values, device, monkeypatch):
+        problem = build(dataclasses.replace(LEARNED, values=values, rows=7, keys=1400, topk=9))
+        monkeypatch.setattr(plan, "KEY_CHUNK", 128)
+        monkeypatch.setattr(plan, "MIN_LIST", 64)
+        plain, trimmed = pipeline.launch_trim, []
+
+        def trim(index, score, count, topk, tau):
+            trimmed.append(int((count > index.shape[1] // 2).sum()))
+            plain(index, score, count, topk, tau)
+
+        def low_tau(score, topk, tau, count):
+            plain_kth(score, topk, tau, count)
+            tau *= 0.25
+
+        # Seeds that are worth little: most keys of the first chunks reach their tau.
+        plain_kth = pipeline.launch_kth
+        monkeypatch.setattr(pipeline, "launch_kth", low_tau)
+        monkeypatch.setattr(pipeline, "launch_trim", trim)
+        assert_equals_reference(run(problem, device, mode=mode, columns=8), problem)
+        assert (sum(trimmed) > 0) == (mode is not Mode.PRUNE)
+
+    def test_blocks_land_in_order_whatever_becomes_of_their_rows(self, device, monkeypatch):
+        problem = build(dataclasses.replace(LEARNED, windows=Windows.SHORT, rows=29, keys=700))
+        monkeypatch.setattr(plan, "MAX_ROWS", 4)
+        seen = []
+        selection = run(problem, device, columns=8, on_progress=lambda done, rows: seen.append((done, rows)))
+        assert_equals_reference(selection, problem)
+        assert seen == sorted(set(seen))
+        assert seen[-1] == (29, 29)
+
+
 class TestFaultsInside:
     """What the pipeline does when a stage goes wrong: the row is recomputed, never a key lost."""
 
@@ -239,8 +273,8 @@ class TestFaultsInside:
         problem = build(LEARNED)
         plain = pipeline.launch_kth
 
-        def too_high(score, topk, tau):
-            plain(score, topk, tau)
+        def too_high(score, topk, tau, count):
+            plain(score, topk, tau, count)
             tau += tau.abs() * 100
 
         monkeypatch.setattr(pipeline, "launch_kth", too_high)
@@ -260,8 +294,8 @@ class TestFaultsInside:
             arguments[6][:200] = 0.0
             plain_bound(*arguments)
 
-        def low_tau(score, topk, tau):
-            plain_kth(score, topk, tau)
+        def low_tau(score, topk, tau, count):
+            plain_kth(score, topk, tau, count)
             tau *= 0.25
 
         monkeypatch.setattr(pipeline, "launch_bound", too_low)
@@ -286,7 +320,12 @@ class TestChoices:
         problem = dataclasses.replace(build(dataclasses.replace(LEARNED, rows=2, keys=30)), topk=40)
         assert_equals_reference(run(problem, device, hint_indices=torch.tensor([3, 5], device=device)), problem)
 
-    def test_automatic_path(self, device):
+    @pytest.fixture
+    def any_size_pays(self, monkeypatch):
+        monkeypatch.setattr(plan, "TRIAL_MS", 0.0)
+        monkeypatch.setattr(plan, "LEAST_GAIN", 1e9)
+
+    def test_automatic_path(self, device, any_size_pays):
         long_rows = build(LEARNED)
         assert run(long_rows, device, Path.AUTO).stats.path == "dosa"
         short_rows = dataclasses.replace(long_rows, topk=400)
@@ -294,43 +333,80 @@ class TestChoices:
         assert selection.stats.path == "dense"
         assert_equals_reference(selection, short_rows)
 
-    def test_automatic_path_gives_up_on_a_slack_bound(self, device, monkeypatch):
+    def test_a_small_call_is_not_worth_a_trial_unless_the_columns_are_given(self, device):
+        problem = build(LEARNED)
+        selection = run(problem, device, Path.AUTO)
+        assert selection.stats.path == "dense"
+        assert_equals_reference(selection, problem)
+        assert run(problem, device, Path.AUTO, columns=8).stats.path == "dosa"
+
+    @pytest.mark.parametrize(
+        ("rows", "keys", "pays"), [(4096, 2**17, False), (4096, 2**20, True), (16384, 2**18, True)]
+    )
+    def test_large_calls_may_pay(self, rows, keys, pays):
+        sizes = plan.plan_prefill(
+            device_type="cuda", num_heads=32, num_rows=rows, num_keys=keys, topk=2048, mode=Mode.BOTH, columns=None,
+            workspace_bytes=2**31, survivor_capacity=None,
+        )  # fmt: skip
+        assert sizes.may_pay(rows) == pays
+
+    def test_automatic_path_gives_up_on_a_slack_bound(self, device, monkeypatch, any_size_pays):
         problem = build(dataclasses.replace(LEARNED, values=Values.NORMAL, keys=900))
-        monkeypatch.setattr(plan, "MAX_ROWS", 8)
+        # What became of the first block is read when the third is due.
+        monkeypatch.setattr(plan, "MAX_ROWS", 4)
         selection = run(problem, device, Path.AUTO)
         assert selection.stats.fallback["slack_bound"] == [8, 9, 10, 11]
         assert_equals_reference(selection, problem)
         assert "slack_bound" not in run(problem, device, Path.DOSA).stats.fallback
 
-    def test_a_trial_chooses_the_columns(self, device, monkeypatch):
+    def test_a_trial_chooses_the_columns(self, device, monkeypatch, any_size_pays):
         monkeypatch.setattr(plan, "TRIALS_FROM_PAIRS", 1)
-        problem = build(LEARNED)
+        monkeypatch.setattr(plan, "TRIAL_COLUMNS", (8, 16))
+        problem = build(dataclasses.replace(LEARNED, rows=3))
         seen = []
-        plain = plan.PrefillPlan.expected_cost
+        plain = plan.PrefillPlan.pruned_cost
 
-        def note(self, columns, share):
-            seen.append((columns, share))
-            return plain(self, columns, share)
+        def note(self, columns, shares, peaks=None):
+            if peaks is not None:
+                seen.append((columns, shares.mean()))
+                assert (peaks <= 1).all()
+                # Here all keys lie in one part.
+                np.testing.assert_allclose(peaks, shares)
+            return plain(self, columns, shares, peaks)
 
-        monkeypatch.setattr(plan.PrefillPlan, "expected_cost", note)
-        # Columns for nothing: all are tried, and the most are taken.
-        monkeypatch.setattr(plan, "BOUND_COST", dict.fromkeys(plan.SUPPORTED_COLUMNS, 0.0))
-        selection = run(problem, device, Path.AUTO)
+        monkeypatch.setattr(plan.PrefillPlan, "pruned_cost", note)
+        # Columns for nothing: the most are taken.
+        costs = dict.fromkeys(plan.SUPPORTED_COLUMNS, 0.0)
+        monkeypatch.setattr(plan, "BOUND_COST", costs)
+        monkeypatch.setattr(plan, "PREPARE_COST", {32: costs})
+        selection = run(problem, device, Path.DOSA)
         assert_equals_reference(selection, problem)
-        (_, *tried) = seen
-        assert [columns for columns, _ in tried] == list(plan.SUPPORTED_COLUMNS)
-        assert 1 > tried[0][1] > tried[-1][1] > 0
-        assert selection.stats.columns == 32
-        # Dear columns: the second choice already costs more than the first.
-        monkeypatch.setattr(plan, "BOUND_COST", {columns: 100.0 * columns for columns in plan.SUPPORTED_COLUMNS})
-        seen.clear()
+        assert [columns for columns, _ in seen] == [8, 12, 16]
+        assert 1 > seen[0][1] > seen[1][1] > seen[2][1] > 0
+        assert selection.stats.columns == 16
+        # Dear columns: the fewest.
+        monkeypatch.setattr(plan, "BOUND_COST", {columns: 1e5 * columns for columns in plan.SUPPORTED_COLUMNS})
         assert run(problem, device, Path.DOSA).stats.columns == 8
-        assert [columns for columns, _ in seen] == [8, 12]
         # Dearer than scoring every pair once.
-        filtered = run(problem, device, Path.AUTO)
-        assert_equals_reference(filtered, problem)
-        assert filtered.stats.columns == 0
-        assert filtered.stats.fallback["slack_bound"] == list(range(12))
+        dense = run(problem, device, Path.AUTO)
+        assert_equals_reference(dense, problem)
+        assert dense.stats.columns == 0
+        assert dense.stats.fallback["slack_bound"] == [0, 1, 2]
+
+    def test_rates_between_two_numbers_of_columns(self):
+        tried, rates = np.array([8, 16, 32]), np.array([[0.5, 0.0], [0.125, 0.0], [0.0078125, 1e-9]])
+        for columns, want in ((8, 0.5), (12, 0.25), (16, 0.125), (24, 0.03125), (32, 0.0078125)):
+            # Logarithms in float64.
+            np.testing.assert_allclose(pipeline._between(tried, rates, columns), [want, 1e-9], rtol=1e-12)
+
+    def test_a_row_that_overflows_costs_a_dense_one_more(self):
+        sizes = plan.plan_prefill(
+            device_type="cuda", num_heads=32, num_rows=9, num_keys=2**17, topk=2048, mode=Mode.BOTH, columns=8,
+            workspace_bytes=2**31, survivor_capacity=None,
+        )  # fmt: skip
+        held = sizes.capacity / sizes.key_chunk
+        costs = [sizes.pruned_cost(8, np.array([0.0]), np.array([peak])) for peak in (0.0, held, 1.01 * held)]
+        assert costs[0] == costs[1] == pytest.approx(costs[2] - sizes.dense_cost())
 
     def test_hints_raise_tau_and_change_nothing_else(self, device):
         problem = build(LEARNED).rows(0, 1)

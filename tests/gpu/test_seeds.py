@@ -5,26 +5,53 @@ import pytest
 import torch
 
 from dosa_gpu import seeds
-from dosa_gpu.kernels import append, finish, mark_seeds, sample_keys
+from dosa_gpu.kernels import append, finish, mark_seeds, open_rows, sample_keys
 
 
-def test_a_groups_bits_are_winners_newest_and_spread_inside_its_span(random, device):
-    winners = torch.from_numpy(np.stack([random.permutation(900)[:40] for _ in range(3)]).astype(np.int32)).to(device)
-    winners[2, 35:] = -559038737
-    pilot = torch.tensor([0, 1, 1], dtype=torch.int32, device=device)
+@pytest.mark.parametrize(("pilots", "near", "first"), [(3, 2, [0, 0, 1]), (1, 1, [0, 0, 0]), (3, 3, [0, 0, 0])])
+@pytest.mark.parametrize("counted", [True, False])
+def test_a_groups_bits_are_winners_newest_and_spread_inside_its_span(random, device, pilots, near, first, counted):
+    winners = np.stack([random.permutation(900)[:40] for _ in range(pilots)]).astype(np.int32)
+    count = np.array([40, 33, 0][:pilots], np.int32)
     ks = torch.tensor([0, 9, 5, 0, 100, 120, 0, 300, 870], dtype=torch.int32, device=device)
     ke = torch.tensor([999, 1000, 990, 0, 280, 300, 0, 200, 880], dtype=torch.int32, device=device)
     words = torch.zeros(3, 40, dtype=torch.int32, device=device)
     start, end = (torch.empty(3, dtype=torch.int32, device=device) for _ in range(2))
-    mark_seeds.launch_mark_seeds(winners, pilot, ks, ke, 2, 25, 16, 4, words, start, end)
+    mark_seeds.launch_mark_seeds(
+        torch.from_numpy(winners).to(device), torch.from_numpy(count).to(device) if counted else None,
+        ks, ke, near, 25, 16, 4, words, start, end,
+    )  # fmt: skip
     spans = [(0, 1000), (100, 300), (870, 880)]
     assert list(zip(start.tolist(), end.tolist(), strict=True)) == spans
     bits = np.unpackbits(words.cpu().numpy().view(np.uint8), axis=1, bitorder="little")
-    for group, (first, last) in enumerate(spans):
-        near = winners[pilot[group] : pilot[group] + 2].flatten().tolist()
-        wanted = {key for key in near if first <= key < last} | set(range(max(first, last - 25), last))
-        wanted |= {first + place * (last - first) // 16 for place in range(16)}
+    for group, (low, high) in enumerate(spans):
+        those = range(first[group], first[group] + near)
+        won = [key for pilot in those for key in winners[pilot, : count[pilot] if counted else 40].tolist()]
+        wanted = {key for key in won if low <= key < high} | set(range(max(low, high - 25), high))
+        wanted |= {low + place * (high - low) // 16 for place in range(16)}
         assert set(np.flatnonzero(bits[group])) == wanted
+
+
+def test_rows_that_cannot_be_served_are_closed(random, device):
+    rows = 300
+    tau = random.normal(0, 1, rows).astype(np.float32)
+    tau[[3, 299]] = np.nan
+    ks = random.integers(0, 50, rows).astype(np.int32)
+    ke = ks + random.integers(0, 50, rows).astype(np.int32)
+    bound_state = np.where(np.arange(rows) % 7 == 2, 2, 0).astype(np.int32)
+    for given in (bound_state, None):
+        out = [torch.full((rows + 1,), -9, dtype=dtype, device=device) for dtype in (torch.int32,) * 2]
+        out += [torch.full((rows + 1,), -9.0, device=device)]
+        out += [torch.full((rows + 1,), -9, dtype=torch.int32, device=device) for _ in range(3)]
+        arrays = [None if array is None else torch.from_numpy(array).to(device) for array in (tau, ks, ke, given)]
+        open_rows.launch_open_rows(*arrays, *(part[:rows] for part in out))
+        state, end, raised, *zeros = (part.cpu().numpy() for part in out)
+        want = np.zeros(rows, np.int32) if given is None else given
+        np.testing.assert_array_equal(state[:rows], want)
+        np.testing.assert_array_equal(end[:rows], np.where(np.isnan(tau) | (want != 0), ks, ke))
+        np.testing.assert_array_equal(raised[:rows].view(np.int32), tau.view(np.int32))
+        assert all((part[:rows] == 0).all() for part in zeros)
+        assert all(part[rows] == -9 for part in (state, end, raised, *zeros))
 
 
 def test_a_rows_own_seeds_are_distinct_visible_and_enough(device):
@@ -46,11 +73,9 @@ def test_sampled_keys_lie_evenly_below_tau_and_in_the_window(below, random, devi
     places = np.sort(random.permutation(np.setdiff1d(np.arange(width), np.arange(0, width, 7)))[:below])
     score[2, torch.from_numpy(places).to(device)] = 0.5
     sample = torch.full((3, 32), -559038737, dtype=torch.int32, device=device)
-    seeds = torch.full((3,), -559038737, dtype=torch.int32, device=device)
     ks = torch.tensor([0, 7, 2**31 - 5], dtype=torch.int32, device=device)
     ke = torch.tensor([2**31 - 1, 7, 2**31 - 1], dtype=torch.int32, device=device)
-    sample_keys.launch_sample_keys(lists, score, torch.full((3,), 1.0, device=device), ks, ke, 2, sample, seeds)
-    assert seeds.tolist() == [width - len(range(0, width, 7))] * 3
+    sample_keys.launch_sample_keys(lists, score, torch.full((3,), 1.0, device=device), ks, ke, 2, sample)
     assert (sample[:2, :16] == -1).all()
     got = sample[2, :16].tolist()
     if below >= 16:
@@ -93,27 +118,27 @@ def test_finish_writes_good_rows_with_tails_and_marks_the_others(topk, random, d
 
 def test_append_keeps_order_and_refuses_what_does_not_fit(random, device):
     width, capacity = 2100, 600
-    score = torch.from_numpy(random.normal(0, 1, (4, width)).astype(np.float32)).to(device)
+    score = torch.from_numpy(random.normal(0, 1, (6, width)).astype(np.float32)).to(device)
     score[:, 3] = torch.nan
     score[:, 5] = 1.0
-    index = torch.arange(width, dtype=torch.int32, device=device).expand(4, -1).contiguous()
-    count = torch.tensor([width, 1030, 0, width], dtype=torch.int32, device=device)
-    tau = torch.tensor([1.0, 1.0, 1.0, -9.0], device=device)
+    index = torch.arange(width, dtype=torch.int32, device=device).expand(6, -1).contiguous()
+    count = torch.tensor([width, 1030, 0, width, width + 1, width + 1], dtype=torch.int32, device=device)
+    tau = torch.tensor([1.0, 1.0, 1.0, -9.0, 9.0, 9.0], device=device)
     lists = [
-        torch.full((4, capacity), -7, dtype=torch.int32, device=device),
-        torch.full((4, capacity), torch.nan, device=device),
-        torch.tensor([10, 10, 10, 10], dtype=torch.int32, device=device),
-        torch.full((4,), -7, dtype=torch.int32, device=device),
+        torch.full((6, capacity), -7, dtype=torch.int32, device=device),
+        torch.full((6, capacity), torch.nan, device=device),
+        torch.tensor([10] * 6, dtype=torch.int32, device=device),
     ]
-    any_full = torch.zeros(1, dtype=torch.int32, device=device)
-    append.launch_append(index, score, count, tau, *lists, any_full)
-    assert any_full.item() == 1
-    assert lists[3].tolist() == [0, 0, 0, 1]
+    state = torch.tensor([2, 0, 0, 0, 0, 2], dtype=torch.int32, device=device)
+    survivors = torch.full((6,), 5, dtype=torch.int32, device=device)
+    append.launch_append(index, score, count, tau, *lists, state, survivors)
+    assert torch.equal(survivors, count + 5)
+    assert state.tolist() == [2, 0, 0, append.OVERFLOW, append.OVERFLOW, 2]
     for row in range(3):
         keys = torch.nonzero(score[row, : count[row]] >= tau[row]).flatten().tolist()
         assert lists[2][row] == 10 + len(keys)
         assert lists[0][row, 10 : 10 + len(keys)].tolist() == keys
         assert torch.equal(lists[1][row, 10 : 10 + len(keys)], score[row, keys])
         assert (lists[0][row, 10 + len(keys) :] == -7).all()
-    assert lists[2][3] == 10
-    assert (lists[0][3] == -7).all()
+    assert lists[2][3:].tolist() == [10] * 3
+    assert (lists[0][3:] == -7).all()

@@ -131,8 +131,10 @@ def guard_left_out(plain):
     return bound
 
 
-def not_at_all(_plain):
-    return lambda *_arguments: None
+def cut_survivors(mutate):
+    """Survivors that the buffer does not hold are forgotten."""
+    mutate.kernel("append", "full = count > stride", "count = tl.minimum(count, stride)\n    full = False")
+    mutate.kernel("rescore", "tl.where(count > stride, 0, count)", "tl.minimum(count, stride)")
 
 
 def tau_high_in_emit(plain):
@@ -173,7 +175,7 @@ MUTANTS = {
     ),
     "racy_append": ("both", lambda mutate: mutate.wrap("launch_compact", racy_append)),
     "last_word_left_out": ("both", kernel("compact", "(last + 31) // 32", "last // 32")),
-    "overflow_not_repaired": ("both", lambda mutate: mutate.wrap("_rescan", not_at_all)),
+    "overflow_cut": ("both", cut_survivors),
     "one_place_too_many": ("both", kernel("finish", "filled = place < count", "filled = place <= count")),
     "stale_running_list": (
         "both",
