@@ -2,7 +2,8 @@
 
 What a block holds depends on the search's seed and the block's number alone: the cases are the same for any number of
 processes. Processes with a GPU context each take turns on the GPU, so for our own paths there one or two processes do
-more than many; others prepare the cases, and what is right for them.
+more than many; others prepare the cases, and what is right for them. That holds once the kernels are compiled: as long
+as new ones come up often, further processes with a GPU context share the work of compiling, through Triton's cache.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import concurrent.futures
 import dataclasses
 import multiprocessing
 import os
+import pickle
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
@@ -32,6 +35,10 @@ SCORER_BLOCK = 100
 """Cases of one block of a scorer with a top-K kernel."""
 MOST_HELPERS = 12
 """Processes that prepare cases for a GPU."""
+MOST_WARMERS = 10
+"""Further processes with a GPU context while kernels are compiled."""
+WARM_AFTER, WARM_BELOW = 1000, 0.01
+"""They leave when so many cases in a row brought fewer new kernels per case."""
 AHEAD = 3
 """Families that each of them has under way."""
 HELPED = (Device.CUDA,)
@@ -86,7 +93,7 @@ class _Block:
         examples: random cases.
         until: when to start no new case, on the wall clock, or None.
         folder, command: as in `run`.
-        looks: the family, where it was prepared elsewhere.
+        looks: file with the family, where it was prepared elsewhere.
     """
 
     name: str
@@ -98,7 +105,7 @@ class _Block:
     until: float | None
     folder: Path
     command: str
-    looks: list[families.Look] | None = None
+    looks: Path | None = None
 
 
 def _run_block(block: _Block) -> FuzzReport:
@@ -116,10 +123,123 @@ def _run_block(block: _Block) -> FuzzReport:
             return logits_runner.run(target, directed=block.directed, long=block.long, drawn=True, **common)
         if block.directed or not isinstance(target, KernelTarget):
             return runner.run(target, directed=block.directed, **common)
-        return families.run(target, max_keys=block.max_keys, prepared=block.looks, **common)
+        prepared = None if block.looks is None else _take(block.looks)
+        return families.run(target, max_keys=block.max_keys, prepared=prepared, **common)
     except UnprovedBound as error:
         # Errors with several arguments do not travel between processes.
         raise BackendUnavailable(str(error)) from None
+
+
+def _prepare_family(file: Path, seed: int, variants: tuple[str, ...], count: int, max_keys: int) -> Path:
+    """Prepare a family in a helper; gives the file, so that its arrays pass through no pipe and no third process."""
+    with file.open("wb") as stream:
+        pickle.dump(families.prepare(seed, variants, count, max_keys), stream, protocol=pickle.HIGHEST_PROTOCOL)
+    return file
+
+
+def _take(file: Path) -> list[families.Look]:
+    """Read what a helper of this run prepared, and remove it."""
+    with file.open("rb") as stream:
+        looks: list[families.Look] = pickle.load(stream)  # noqa: S301 - written by our own process a moment ago
+    file.unlink()
+    return looks
+
+
+def _compiled() -> int:
+    """Kernels in Triton's cache on this machine."""
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or Path.home() / ".triton" / "cache")
+    return sum(1 for _ in folder.iterdir()) if folder.is_dir() else 0
+
+
+@dataclasses.dataclass(slots=True)
+class _Warmth:
+    """Says when the kernels of a search are compiled.
+
+    Attributes:
+        seen: (cases done, kernels in the cache), the oldest first.
+    """
+
+    seen: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+
+    def is_cold(self, cases: int, kernels: int) -> bool:
+        """Take note of the state; say whether new kernels still come up often."""
+        if not self.seen or self.seen[-1][0] < cases:
+            self.seen.append((cases, kernels))
+        while len(self.seen) > 1 and self.seen[1][0] <= cases - WARM_AFTER:
+            del self.seen[0]
+        before, known = self.seen[0]
+        return cases - before < WARM_AFTER or kernels - known > WARM_BELOW * (cases - before)
+
+
+class _Workers:
+    """The processes of a search.
+
+    Attributes:
+        ahead: blocks that should be under way.
+        preparing, running: futures of blocks under way.
+    """
+
+    def __init__(
+        self, target: Whole | LogitsTarget, name: str, device: Device, waived: Sequence[str], jobs: int
+    ) -> None:
+        # The children must not inherit a CUDA context, nor this process's choice between interpreter and compiler.
+        spawn = multiprocessing.get_context("spawn")
+
+        def with_target(count: int) -> concurrent.futures.ProcessPoolExecutor:
+            return concurrent.futures.ProcessPoolExecutor(
+                count, spawn, initializer=_prepare, initargs=(name, device, waived)
+            )
+
+        self.preparing: dict[concurrent.futures.Future[Any], _Block] = {}
+        self.running: dict[concurrent.futures.Future[Any], _Block] = {}
+        self.ahead = jobs + 1
+        self._jobs = jobs
+        self._pool = with_target(jobs)
+        self._helpers: concurrent.futures.ProcessPoolExecutor | None = None
+        self._warmers: concurrent.futures.ProcessPoolExecutor | None = None
+        self._warming: set[concurrent.futures.Future[Any]] = set()
+        self._warmth = _Warmth()
+        # In memory where there is such a place: a look at a million keys is 134 MB.
+        memory = Path("/dev/shm")  # noqa: S108 - a folder of our own is made in it
+        self._handed = tempfile.TemporaryDirectory(prefix="dosa-fuzz-", dir=memory if memory.is_dir() else None)
+        if isinstance(target, KernelTarget) and device in HELPED:
+            self._variants = target.all_variants
+            others = max(1, (os.cpu_count() or 1) - jobs)
+            self._helpers = concurrent.futures.ProcessPoolExecutor(min(MOST_HELPERS, others), spawn)
+            self._warmers = with_target(min(MOST_WARMERS, others))
+            self.ahead += AHEAD * min(MOST_HELPERS, others) + min(MOST_WARMERS, others)
+
+    def start(self, block: _Block) -> None:
+        """Begin a block: its preparation where there are helpers for that, else its cases."""
+        if self._helpers is None or block.directed:
+            self.running[self._pool.submit(_run_block, block)] = block
+            return
+        file = Path(self._handed.name) / str(block.seed)
+        arguments = (file, block.seed, self._variants, block.examples, block.max_keys)
+        self.preparing[self._helpers.submit(_prepare_family, *arguments)] = block
+
+    def run_prepared(self, block: _Block) -> None:
+        """Begin the cases of a block that was prepared."""
+        busy = len(self.running) - len(self._warming & self.running.keys())
+        if self._warmers is not None and busy > self._jobs:
+            future = self._warmers.submit(_run_block, block)
+            self._warming.add(future)
+        else:
+            future = self._pool.submit(_run_block, block)
+        self.running[future] = block
+
+    def take_note(self, cases: int) -> None:
+        """Send the processes away that help to compile, once there is little to compile."""
+        if self._warmers is not None and not self._warmth.is_cold(cases, _compiled()):
+            self._warmers.shutdown(wait=False)
+            self._warmers = None
+
+    def close(self) -> None:
+        """End all processes; blocks that did not start are dropped."""
+        for executor in (self._pool, self._helpers, self._warmers):
+            if executor is not None:
+                executor.shutdown(cancel_futures=True)
+        self._handed.cleanup()
 
 
 def run(
@@ -173,17 +293,7 @@ def run(
         waiting.append(_Block(directed=False, seed=seed + number, examples=min(size, examples - start), **common))
     reports: list[FuzzReport] = []
     done = 0
-    preparing: dict[concurrent.futures.Future[Any], _Block] = {}
-    running: dict[concurrent.futures.Future[Any], _Block] = {}
-    # The children must not inherit a CUDA context, nor this process's choice between interpreter and compiler.
-    spawn = multiprocessing.get_context("spawn")
-    pool = concurrent.futures.ProcessPoolExecutor(jobs, spawn, initializer=_prepare, initargs=(name, device, waived))
-    helpers = None
-    ahead = jobs + 1
-    if isinstance(target, KernelTarget) and device in HELPED:
-        count = max(1, min(MOST_HELPERS, (os.cpu_count() or 1) - jobs))
-        helpers = concurrent.futures.ProcessPoolExecutor(count, spawn)
-        ahead += AHEAD * count
+    workers = _Workers(target, name, device, waived, jobs)
 
     def stop() -> bool:
         return any(report.failure is not None for report in reports) or (
@@ -191,35 +301,28 @@ def run(
         )
 
     try:
-        while (waiting and not stop()) or preparing or running:
-            while waiting and not stop() and len(preparing) + len(running) < ahead:
-                block = waiting.pop(0)
-                if helpers is None or block.directed or not isinstance(target, KernelTarget):
-                    running[pool.submit(_run_block, block)] = block
-                else:
-                    arguments = (block.seed, target.all_variants, block.examples, block.max_keys)
-                    preparing[helpers.submit(families.prepare, *arguments)] = block
+        while (waiting and not stop()) or workers.preparing or workers.running:
+            while waiting and not stop() and len(workers.preparing) + len(workers.running) < workers.ahead:
+                workers.start(waiting.pop(0))
             finished, _ = concurrent.futures.wait(
-                [*preparing, *running], return_when=concurrent.futures.FIRST_COMPLETED
+                [*workers.preparing, *workers.running], return_when=concurrent.futures.FIRST_COMPLETED
             )
-            for future in finished & preparing.keys():
-                block = preparing.pop(future)
+            for future in finished & workers.preparing.keys():
+                block = workers.preparing.pop(future)
                 if not stop():
-                    looked = dataclasses.replace(block, looks=future.result())
-                    running[pool.submit(_run_block, looked)] = block
-            for future in finished & running.keys():
+                    workers.run_prepared(dataclasses.replace(block, looks=future.result()))
+            for future in finished & workers.running.keys():
                 report = future.result()
-                del running[future]
+                del workers.running[future]
                 reports.append(report)
                 done += report.cases
                 if on_progress is not None:
                     on_progress(done, examples)
+            workers.take_note(done)
     except BrokenProcessPool:
-        reports.append(_died(name, sorted(block.seed for block in running.values()), size, command))
+        reports.append(_died(name, sorted(block.seed for block in workers.running.values()), size, command))
     finally:
-        for executor in (pool, helpers):
-            if executor is not None:
-                executor.shutdown(cancel_futures=True)
+        workers.close()
     complete = not waiting and not any(report.budget_spent for report in reports)
     return merge(reports, seed=seed, examples=examples, time_s=time.monotonic() - started, complete=complete)
 

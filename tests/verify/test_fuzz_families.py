@@ -1,9 +1,12 @@
 """Families share the reference's scores, yet every look is judged as the reference would; searches in processes."""
 
+import concurrent.futures
 import dataclasses
+import json
 import pickle
 import sys
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -143,6 +146,77 @@ def test_the_number_of_processes_does_not_matter(monkeypatch, tmp_path):
     assert one.failure is None
     assert one.cases == one.directed + 100
     assert dataclasses.replace(one, time_s=0) == dataclasses.replace(two, time_s=0)
+
+
+class Threads(concurrent.futures.ThreadPoolExecutor):
+    """Threads in the place of processes, which see what a test has changed."""
+
+    made: ClassVar[list] = []
+
+    def __init__(self, count, _context, **options):
+        super().__init__(count, **options)
+        self.work = []
+        self.made.append(self)
+
+    def submit(self, work, *arguments):
+        self.work.append(work)
+        return super().submit(work, *arguments)
+
+
+@pytest.fixture
+def threads(monkeypatch):
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", Threads)
+    monkeypatch.setattr(Threads, "made", [])
+    return Threads.made
+
+
+@pytest.mark.parametrize("fault", [None, loses_the_last_place])
+def test_helpers_and_warmers_change_nothing_but_who_does_it(monkeypatch, tmp_path, threads, fault):
+    """With processes that prepare cases, and more that run them while the kernels are cold, the same report."""
+    cases = list(runner.directed_cases())[:3]
+    monkeypatch.setattr(runner, "directed_cases", lambda: iter(cases if fault is None else ()))
+    monkeypatch.setattr(KernelTarget, "select", Reference(fault).select)
+    monkeypatch.setattr(families, "SHRINK_SECONDS", 0.0)
+    monkeypatch.setattr(families, "LOOKS", 3)
+    reports, handed = [], []
+    for helped, warm_after in (((), 0), ((Device.CPU,), 10**9), ((Device.CPU,), 0)):
+        monkeypatch.setattr(campaign, "HELPED", helped)
+        monkeypatch.setattr(campaign, "WARM_AFTER", warm_after)
+        plain = campaign._take
+        monkeypatch.setattr(campaign, "_take", lambda file, plain=plain: handed.append(file) or plain(file))
+        threads.clear()
+        reports.append(campaign.run("dense", Device.CPU, jobs=1, examples=40, seed=5, folder=tmp_path))
+        if helped:
+            pool, helpers, warmers = (executor.work for executor in threads)
+            assert set(helpers) == {campaign._prepare_family}
+            assert set(pool) | set(warmers) == {campaign._run_block}
+            assert warmers or fault or not warm_after
+    assert handed
+    assert not any(file.exists() or file.parent.exists() for file in handed)
+    if fault is None:
+        assert reports[0].cases == 3 + 40
+        assert reports[0].failure is None
+        assert len({json.dumps({**report.to_json(), "time_s": 0}) for report in reports}) == 1
+    else:
+        assert all(report.failure.mismatch.fault is Fault.WRONG_INDEX for report in reports)
+
+
+def test_a_search_is_warm_when_new_kernels_are_rare():
+    warmth = campaign._Warmth()
+    assert [warmth.is_cold(cases, kernels) for cases, kernels in ((0, 0), (500, 200), (999, 250))] == [True] * 3
+    assert warmth.is_cold(1000, 300)
+    assert warmth.is_cold(1600, 310)  # 110 since the 500th
+    assert warmth.is_cold(2000, 311)
+    assert not warmth.is_cold(2650, 320)  # 10 since the 1600th
+    assert not warmth.is_cold(2650, 320)
+    assert warmth.is_cold(3700, 400)
+
+
+def test_kernels_are_counted_where_triton_keeps_them(monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    assert campaign._compiled() == 0
+    (tmp_path / "cache" / "one").mkdir(parents=True)
+    assert campaign._compiled() == 1
 
 
 MODULE = """
