@@ -201,9 +201,9 @@ def scorer(
     _exit(Exit.EXACT if report.outcome == "exact" else Exit.COUNTEREXAMPLE)
 
 
-def _check_folder(out: Path | None) -> None:
+def _check_folder(out: Path | None, option: str = "--out") -> None:
     if out is not None and not out.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
+        raise typer.BadParameter(f"there is no folder {out.parent}", param_hint=option)
 
 
 def _record_audit(
@@ -272,12 +272,12 @@ def fuzz(
     second, up to a million keys on a GPU.
 
     Examples: `dosa fuzz` · `dosa fuzz dosa --examples 500 --seed 7` · `dosa fuzz mykernel:topk --budget 5m` ·
-    `dosa fuzz dosa --device cuda --jobs 12 --examples 100000` · `dosa fuzz dosa --replay case-3f2a91c0.safetensors`
+    `dosa fuzz dosa --device cuda --jobs 2 --examples 100000` · `dosa fuzz dosa --replay case-3f2a91c0.safetensors`
     """
     from dosa_verify import terminal
     from dosa_verify.fuzz import campaign, logits_runner, runner
 
-    _check_folder(record)
+    _check_folder(record, "--record")
     command = " ".join(
         [f"{invocation()} fuzz {target} --device {device.value}", *(f"--waive {item}" for item in waive or ())]
     )
@@ -360,8 +360,7 @@ def select(
 
     if mode is not None and path is SelectPath.DENSE:
         raise typer.BadParameter("the dense path has no modes", param_hint="--mode")
-    if out is not None and not out.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
+    _check_folder(out)
     with terminal.progress("selecting") as on_progress:
         report = selection.select_trace(
             trace,
@@ -435,8 +434,7 @@ def verify(
     from dosa_verify import terminal
     from dosa_verify import verify as main_job
 
-    if not report.parent.is_dir():
-        raise typer.BadParameter(f"there is no folder {report.parent}", param_hint="--report")
+    _check_folder(report, "--report")
     chosen = device or (Device.CUDA if cuda_is_available() else Device.CPU)
     record = main_job.run(chosen, examples=examples, seed=seed, progress=terminal.progress)
     main_job.write(record, report)

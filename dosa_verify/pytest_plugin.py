@@ -30,6 +30,19 @@ def _numpy(array: Any) -> np.ndarray[Any, Any]:
     return np.asarray(array.detach().cpu().numpy() if hasattr(array, "detach") else array)
 
 
+def _window(field: str, values: Any) -> np.ndarray[Any, Any]:
+    """Ends of windows as int32; no number is cut or wrapped to fit."""
+    import numpy as np
+
+    from dosa_ref.spec import InvalidProblem
+
+    given = _numpy(values)
+    exact = given.astype(np.int32) if given.dtype.kind in "iu" else None
+    if exact is None or (exact != given).any():
+        raise InvalidProblem(field, f"{given.dtype} {given.ravel()[:8].tolist()}", "integers that int32 holds")
+    return exact
+
+
 def assert_exact_topk(
     logits: Any,
     indices: Any,
@@ -53,14 +66,17 @@ def assert_exact_topk(
     __tracebackhide__ = True
     import numpy as np
 
+    from dosa_ref.spec import InvalidProblem
     from dosa_ref.trace import LogitsProblem
     from dosa_verify.fuzz.judge import judge
     from dosa_verify.targets.logits import Promise as DefaultPromise
 
     rows, found = _numpy(logits), _numpy(indices)
+    if rows.ndim != 2:
+        raise InvalidProblem("logits", f"{rows.dtype}, shape {list(rows.shape)}", "float32, [rows, n]")
     count, columns = rows.shape
-    start = np.zeros(count, np.int32) if row_start is None else _numpy(row_start).astype(np.int32)
-    end = np.full(count, columns, np.int32) if row_end is None else _numpy(row_end).astype(np.int32)
+    start = np.zeros(count, np.int32) if row_start is None else _window("row_start", row_start)
+    end = np.full(count, columns, np.int32) if row_end is None else _window("row_end", row_end)
     topk = found.shape[-1] if found.ndim else 0
     problem = LogitsProblem(logits=rows, row_start=start, row_end=end, topk=topk)
     mismatch = judge(problem, found, promise or DefaultPromise())

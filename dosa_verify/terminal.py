@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +35,9 @@ OnProgress = Callable[[int, int], None]
 
 def print_json(record: Mapping[str, object]) -> None:
     """Write one JSON document to stdout, and nothing else."""
-    sys.stdout.write(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    text = json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    with _reader_may_leave():
+        sys.stdout.write(text)
 
 
 def complain(text: str) -> None:
@@ -68,9 +71,34 @@ def progress(title: str) -> Iterator[OnProgress | None]:
         yield update
 
 
+@contextlib.contextmanager
+def _reader_may_leave() -> Iterator[None]:
+    """A reader that has seen enough (``| head``) must not change the exit code, which says what was found."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_stdout()
+
+
+def _discard_stdout() -> None:
+    with open(os.devnull, "w", encoding="utf-8") as nowhere:  # noqa: PTH123 - a device, not a path of ours
+        os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+class _Console(Console):
+    """Prints text as it is: names of targets and files are no markup."""
+
+    def on_broken_pipe(self) -> None:
+        """Go on without the reader; the library would end the process with exit code 1."""
+        _discard_stdout()
+
+
 def _print(item: object) -> None:
     # A pipe has no width of its own; tables stay readable at this one.
-    Console(soft_wrap=True, highlight=False, width=None if sys.stdout.isatty() else PIPE_WIDTH).print(item)
+    width = None if sys.stdout.isatty() else PIPE_WIDTH
+    with _reader_may_leave():
+        _Console(soft_wrap=True, highlight=False, markup=False, emoji=False, width=width).print(item)
 
 
 def print_prove(report: ProveReport) -> None:
@@ -203,7 +231,8 @@ def print_fuzz(report: FuzzReport) -> None:
 def print_failure(failure: Failure) -> None:
     """Show a fuzz counterexample."""
     mismatch = failure.mismatch
-    _print(f"counterexample: {mismatch.fault.value} in variant {mismatch.variant}, row {mismatch.row}")
+    where = "" if mismatch.row is None else f", row {mismatch.row}"
+    _print(f"counterexample: {mismatch.fault.value} in variant {mismatch.variant}{where}")
     for name, value in mismatch.evidence.items():
         _print(f"  {name}: {value}")
     if failure.case is not None:

@@ -51,6 +51,8 @@ Whole = KernelTarget | libraries.ScorerTarget
 
 _targets: dict[str, Whole | LogitsTarget] = {}
 """The target of this worker process."""
+_checkers: dict[str, logits_runner.IsolatedChecker] = {}
+"""Its process, if it is another's function, which may die or hang."""
 
 
 def make(name: str, device: Device, waived: Sequence[str] = ()) -> Whole | LogitsTarget:
@@ -78,6 +80,8 @@ def make(name: str, device: Device, waived: Sequence[str] = ()) -> Whole | Logit
 def _prepare(name: str, device: Device, waived: Sequence[str]) -> None:
     """Make a worker's target."""
     _targets[name] = make(name, device, waived)
+    if ":" in name:
+        _checkers[name] = logits_runner.IsolatedChecker(name, device, waived=waived)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +124,10 @@ def _run_block(block: _Block) -> FuzzReport:
     }
     try:
         if not isinstance(target, Whole):
-            return logits_runner.run(target, directed=block.directed, long=block.long, drawn=True, **common)
+            checker = _checkers.get(block.name)
+            return logits_runner.run(
+                target, checker=checker, directed=block.directed, long=block.long, drawn=True, **common
+            )
         if block.directed or not isinstance(target, KernelTarget):
             return runner.run(target, directed=block.directed, **common)
         prepared = None if block.looks is None else _take(block.looks)

@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import multiprocessing
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -132,7 +133,8 @@ class Checker(Protocol):
 
 
 def _serve(pipe: Connection, name: str, device: Device, waived: Sequence[str]) -> None:
-    """Body of the process that holds a target: problems in, mismatches out."""
+    """Body of the process that holds a target: problems in, mismatches out. What it prints goes to stderr."""
+    os.dup2(2, 1)
     target = targets.make(name, device, waived)
     while True:
         try:

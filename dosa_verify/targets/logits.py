@@ -5,6 +5,7 @@ Libraries are imported when a target is made, never before; one that is missing 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -325,28 +326,35 @@ OURS: dict[str, Callable[[Device], LogitsTarget]] = {
 def user_function(name: str) -> FunctionTarget:
     """Return the target behind ``module:callable``; the working directory is searched first.
 
-    A ``promise`` attribute of the callable, if it is a `Promise`, replaces the default one.
+    A ``promise`` attribute of the callable replaces the default one. What the module prints goes to stderr.
 
     Args:
         name: ``module:callable``, dotted on both sides if need be.
 
     Raises:
-        InvalidProblem: there is no such module or callable.
+        InvalidProblem: there is no such module or callable, its import fails, or its promise is no `Promise`.
     """
     module_name, _, path = name.partition(":")
     here = os.getcwd()  # noqa: PTH109 - sys.path holds text
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(module_name)
+        with contextlib.redirect_stdout(sys.stderr):
+            found: Any = importlib.import_module(module_name)
         for part in path.split("."):
             found = getattr(found, part)
-    except (ImportError, ValueError, AttributeError) as error:
-        raise InvalidProblem("target", f"{name} ({error})", "module:callable that can be imported") from error
+    except (Exception, SystemExit) as error:  # whatever its module raises, the target is at fault
+        words = f"{name} ({type(error).__name__}: {error})"
+        raise InvalidProblem("target", words, "module:callable that can be imported") from error
     if not callable(found):
         raise InvalidProblem("target", f"{name}, which is {type(found).__name__}", "a callable f(logits, topk)")
-    promise = getattr(found, "promise", None)
-    return FunctionTarget(name=name, function=found, promise=promise if isinstance(promise, Promise) else Promise())
+    promise = getattr(found, "promise", Promise())
+    if not isinstance(promise, Promise):
+        # To judge it by another promise than it meant to give would be wrong in silence.
+        raise InvalidProblem(
+            "target", f"{name} with a promise that is {type(promise).__name__}", "dosa_verify.targets.logits.Promise"
+        )
+    return FunctionTarget(name=name, function=found, promise=promise)
 
 
 def make(name: str, device: Device, waived: Sequence[str] = ()) -> LogitsTarget:

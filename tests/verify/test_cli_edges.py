@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.table import Table
 
 from dosa_ref.trace import load_result, save_result
-from dosa_verify import cli, environment, selection
+from dosa_verify import cli, environment, selection, terminal
 
 ROOT = Path(cli.__file__).resolve().parent.parent
 
@@ -132,3 +133,52 @@ def test_a_checkout_without_libraries_says_so():
     )
     assert done.returncode == 3
     assert re.fullmatch(r"dosa: the Python package \w+ is not installed;.*\n", done.stderr)
+
+
+def test_a_missing_folder_is_blamed_on_the_option_that_named_it(dosa, trace, tmp_path):
+    nowhere = tmp_path / "no" / "file"
+    for option, verb in (
+        ("--record", ["fuzz", "torch.topk"]),
+        ("--report", ["verify"]),
+        ("--out", ["select", trace]),
+        ("--out", ["audit", "fp8"]),
+    ):
+        code, _, err = dosa(*verb, option, nowhere)
+        assert code == 2
+        assert f"Invalid value for {option}: there is no folder" in " ".join(err.split())
+
+
+def test_text_is_shown_as_it_is(capsys):
+    terminal._print("k:ok: [red] one[/red] :smile:")
+    assert capsys.readouterr().out == "k:ok: [red] one[/red] :smile:\n"
+    table = Table(":ok:")
+    table.add_row("[bold]a[/bold]")
+    terminal._print(table)
+    out = capsys.readouterr().out
+    assert ":ok:" in out
+    assert "[bold]a[/bold]" in out
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_reader_that_leaves_does_not_change_the_exit_code(trace, tmp_path, as_json):
+    script = (
+        "import sys, typer; from dosa_verify import cli, terminal\n"
+        f"show = (lambda: terminal.print_json({{'a': 'b' * 10**6}})) if {as_json} else "
+        "(lambda: [terminal._print('b' * 10**5) for _ in range(20)])\n"
+        "cli.app.command('flood')(lambda: (show(), cli._exit(cli.Exit.UNDECIDED)))\n"
+        "cli.main(['flood'])\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+    )
+    process.stdout.read(10)
+    process.stdout.close()
+    err = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() == 3, err
+    assert err == ""

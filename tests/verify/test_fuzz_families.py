@@ -2,9 +2,13 @@
 
 import concurrent.futures
 import dataclasses
+import functools
 import json
+import os
 import pickle
+import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import ClassVar
 
@@ -220,24 +224,99 @@ def test_kernels_are_counted_where_triton_keeps_them(monkeypatch, tmp_path):
 
 
 MODULE = """
-import os, signal
+import os, signal, time
 from dosa_ref.select import exact_topk
+
+print("hello")
 
 def dies(logits, topk):
     if logits.shape[1] > 20:
         os.kill(os.getpid(), signal.SIGKILL)
     return exact_topk(logits, topk)
+
+def hangs(logits, topk):
+    if logits.shape[1] > 20:
+        time.sleep(1000)
+    return exact_topk(logits, topk)
+
+def talks(logits, topk):
+    print("hello again")
+    return exact_topk(logits, topk)
+
+def promises(logits, topk):
+    return exact_topk(logits, topk)
+
+promises.promise = {"ties": "any"}
 """
 
 
-def test_a_process_that_dies_is_a_fault(monkeypatch, tmp_path, dosa):
-    (tmp_path / "planted_deaths.py").write_text(MODULE, encoding="utf-8")
+@pytest.fixture
+def planted(monkeypatch, tmp_path):
+    """A module of another in the working directory."""
+    (tmp_path / "planted.py").write_text(MODULE, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    report = campaign.run("planted_deaths:dies", Device.CPU, jobs=1, examples=10, seed=3, command="dosa fuzz it")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("planted", None)
+
+
+def test_a_function_that_dies_is_found_by_several_processes_too(planted, tmp_path):
+    report = campaign.run("planted:dies", Device.CPU, jobs=1, examples=10, seed=3, command="dosa fuzz it")
     assert report.failure.mismatch.fault is Fault.DIED
+    assert report.failure.mismatch.evidence == {"exit_code": -9}
+    assert report.failure.reproducer == f"dosa fuzz it --replay {report.failure.file}"
+
+
+def test_a_function_that_hangs_is_found_by_several_processes_too(planted, threads, monkeypatch):
+    checker = logits_runner.IsolatedChecker
+    impatient = functools.partial(checker, timeout_s=3.0)
+    monkeypatch.setattr(logits_runner, "IsolatedChecker", impatient)
+    report = campaign.run("planted:hangs", Device.CPU, jobs=1, examples=0)
+    assert report.failure.mismatch.fault is Fault.HUNG
+
+
+def test_what_a_function_prints_does_not_mix_with_the_result(planted):
+    # Its module prints when it is imported, and the function at each call, in this process and in others.
+    for more in ([], ["--jobs", "1"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "dosa_verify", "fuzz", "planted:talks", "--json", "--examples", "3", *more],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(Path(campaign.__file__).parents[2])},
+        )
+        assert json.loads(done.stdout)["outcome"] == "exact", done.stderr
+        assert {"hello", "hello again"} <= set(done.stderr.splitlines())
+
+
+def test_a_promise_that_is_none_is_refused(planted):
+    with pytest.raises(InvalidProblem, match="promise that is dict"):
+        campaign.make("planted:promises", Device.CPU)
+
+
+@pytest.mark.parametrize("text", ["def f(:", "raise RuntimeError('no')", "import sys; sys.exit(0)", "1 / 0"])
+def test_a_module_that_cannot_be_imported_is_the_callers_fault(planted, dosa, text):
+    Path("planted.py").write_text(text, encoding="utf-8")
+    code, out, err = dosa("fuzz", "planted:f")
+    assert (code, out) == (2, "")
+    assert "module:callable that can be imported" in err
+
+
+def test_a_process_that_dies_is_a_fault(monkeypatch, tmp_path):
+    class Dying(concurrent.futures.Executor):
+        def __init__(self, *_arguments, **_options):
+            pass
+
+        def submit(self, *_):
+            future = concurrent.futures.Future()
+            future.set_exception(BrokenProcessPool("planted"))
+            return future
+
+    monkeypatch.setattr(concurrent.futures, "ProcessPoolExecutor", Dying)
+    report = campaign.run("numpy.argpartition", Device.CPU, jobs=1, examples=10, seed=3, command="dosa fuzz it")
+    assert report.failure.mismatch.fault is Fault.DIED
+    assert report.failure.mismatch.evidence == {"seeds_under_way": [3, 3]}
     assert report.failure.reproducer.startswith("dosa fuzz it --jobs 1 --examples ")
-    sys.modules.pop("planted_deaths", None)
-    sys.path[:] = [place for place in sys.path if place != str(tmp_path)]
 
 
 def test_whole_selections_have_nothing_to_waive(dosa):

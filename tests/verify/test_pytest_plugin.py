@@ -117,3 +117,22 @@ def test_pyproject_names_the_entry_point():
     assert points == {"dosa_verify.pytest_plugin": "dosa_verify.pytest_plugin"}
     point = importlib.metadata.EntryPoint("dosa", points["dosa_verify.pytest_plugin"], "pytest11")
     assert point.load().assert_exact_topk is assert_exact_topk
+
+
+@pytest.mark.parametrize(
+    ("logits", "ends", "field"),
+    [
+        (ROWS[0], None, "logits"),
+        (np.float32(1), None, "logits"),
+        (ROWS, [2**32 + 5, 5], "row_end"),
+        (ROWS, [4.7, 5.0], "row_end"),
+        (ROWS, np.array([2**63 + 5, 5], np.uint64), "row_end"),
+        (ROWS, ["5", "5"], "row_end"),
+        (ROWS, [5], "row_end"),
+    ],
+    ids=["one row", "a number", "wraps", "is cut", "unsigned", "text", "too few"],
+)
+def test_inputs_that_are_not_as_described_are_named(logits, ends, field):
+    with pytest.raises(InvalidProblem) as caught:
+        assert_exact_topk(logits, exact_topk(ROWS, 3), row_end=ends)
+    assert caught.value.field == field
