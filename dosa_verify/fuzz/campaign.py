@@ -1,9 +1,9 @@
 """A search in several processes: blocks of cases, each a run with a seed of its own, merged into one report.
 
 What a block holds depends on the search's seed and the block's number alone: the cases are the same for any number of
-processes. Processes with a GPU context each take turns on the GPU, so for our own paths there one or two processes do
-more than many; others prepare the cases, and what is right for them. That holds once the kernels are compiled: as long
-as new ones come up often, further processes with a GPU context share the work of compiling, through Triton's cache.
+processes. Processes with a GPU context each take turns on the GPU, so for our own paths a few of them run the cases,
+and others prepare these, with what is right for them. As long as new kernels come up often, further processes with a
+GPU context share the work of compiling, through Triton's cache.
 """
 
 from __future__ import annotations
