@@ -3,38 +3,61 @@
 ::
 
     python -m dosa_verify.pruning_study --traces DIR --topk 256 --topk 2048 --out docs/evidence/pruning_traces.json
-    python -m dosa_verify.pruning_study --page docs/pruning.md --out RECORD [--out RECORD ...]
+    python -m dosa_verify.pruning_study --pack PACK [--pack PACK ...] --device cuda --jobs 16 --out RECORD
+    python -m dosa_verify.pruning_study --page docs/pruning.md --pictures docs/evidence --out RECORD [--out RECORD ...]
 
-The first form measures all traces of a folder, and random controls (schema ``dosa.pruning_study/1``); the second
-renders the page from records. Rounding to FP8 and the guard of ``docs/bound.md`` are in every bound, so that every
-variant is one that could prune. ``tau`` is the K-th best score among the winners of the eight rows before. Dots are
-float32 sums of exact products, which differ from the tensor core's by less than the guard.
+The first form measures all traces of a folder, and random controls; the second makes long traces in memory
+(:mod:`dosa_verify.traces.make`) and measures them, with other seeds, untrained indexers, pairings and rotations as
+controls (both schema ``dosa.pruning_study/2``); the third renders the page and its pictures from records. Bounds come
+from :mod:`dosa_verify.pruning_variants`. ``tau`` is the K-th best score among the winners of the eight rows before.
+Dots are float32 sums of exact products, which differ from the tensor core's by less than the guard; scores, ``tau`` and
+survivors are computed on any device, and differ between devices by the order of these sums alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
+import functools
+import importlib.util
 import json
+import multiprocessing
+import os
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import jinja2
 import numpy as np
 import numpy.typing as npt
+import torch
 from scipy.optimize import nnls
 
-from dosa_ref.bound import RowBound, build_row_bound, key_norms, round_bound, row_within_magnitude
+from dosa_gpu.plan import GROUP_ROWS, plan_prefill
 from dosa_ref.formats import encode_e4m3_array
-from dosa_ref.guard import BoundCertificate, GuardTerms, dot_error, e4m3_float64
+from dosa_ref.guard import dot_error, e4m3_float64
 from dosa_ref.problem import PrefillProblem
+from dosa_ref.spec import (
+    E4M3_MIN_NORMAL,
+    HEAD_DIM,
+    KEY_SCALE_LOG2_MAX,
+    KEY_SCALE_LOG2_MIN,
+    STEPS,
+    BackendUnavailable,
+    InvalidProblem,
+)
 from dosa_ref.trace import load_trace
+from dosa_verify import terminal
 from dosa_verify.environment import environment
+from dosa_verify.pruning_variants import ABLATIONS, FORMS, VARIANTS, Form, Row, build, centres
+from dosa_verify.traces import make as making
+from dosa_verify.traces.model import load_pack
 
-SCHEMA: Final = "dosa.pruning_study/1"
+SCHEMA: Final = "dosa.pruning_study/2"
 COLUMNS: Final = {32: (8, 12, 16, 20, 24), 64: (8, 12, 16, 20, 24, 32)}
 """Column budgets by head count."""
 NEIGHBOURS: Final = 8
@@ -42,8 +65,6 @@ NEIGHBOURS: Final = 8
 ROW_STEP: Final = 5
 HALF_SAMPLE: Final = 32
 """So many seeds below ``tau``, and so many keys of the window, steer the choice of columns."""
-ACTIVE_SHARE: Final = 0.5
-"""The published recipe aggregates negative heads that are active on this share of the winners."""
 ABLATION_COLUMNS: Final = {32: 12, 64: 20}
 CONTROL_KEYS: Final = 16384
 LONG_SHARE: Final = 0.3
@@ -51,291 +72,428 @@ LONG_SHARE: Final = 0.3
 SHARED: Final = ((64, 32), (128, 64))
 """Shared vectors, and the rows of the block that shares them."""
 
+TOPK: Final = 2048
+LAYERS: Final = (0, 6, 12, 17)
+LENGTHS: Final = (131_072, 262_144, 524_288, 786_432, 1_048_576)
+QUERIES: Final = 1024
+"""Queries of a long trace: eight groups that share seeds in the kernels."""
+ROWS: Final = 8
+"""Rows measured at the longest length; half of them at shorter ones and in the controls."""
+SEED_LAYERS: Final = (6, 17)
+"""Layers whose indexers are trained a second time."""
+CONTROL_LAYER: Final = 12
+"""Of the untrained indexer, of the other rotary pairs and of the Hadamard rotation."""
+NEAR: Final = (1, 2, 4, 8)
+"""Pilots whose winners a group of rows takes as seeds, beside the kernels' own number."""
+
 Floats = npt.NDArray[np.float64]
+Bounds = Callable[[], list[Form]]
+Submit = Callable[[Row, Sequence[tuple[str, int]]], Bounds]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One query row and what a recipe may know of it.
+@contextlib.contextmanager
+def builders(jobs: int) -> Iterator[Submit]:
+    """A function that starts to build the bounds of a row, in ``jobs`` processes or, with 1, when they are asked for.
 
-    Attributes:
-        q: E4M3 ``[H, 128]``.
-        w: float32 ``[H]``.
-        sample: E4M3 ``[n, 128]``, seeds below ``tau`` and keys spread over the window.
-        winners: E4M3 ``[n, 128]``, some of the K best seeds.
+    The function takes a row and what :func:`dosa_verify.pruning_variants.build` is to make of it, and returns a
+    function that waits for the bounds.
     """
-
-    q: npt.NDArray[Any]
-    w: npt.NDArray[np.float32]
-    sample: npt.NDArray[Any]
-    winners: npt.NDArray[Any]
+    if jobs == 1:
+        yield lambda row, wanted: functools.partial(build, row, wanted)
+        return
+    # A bound is small: one thread for each process. Libraries read this when they are loaded.
+    names = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    before = {name: os.environ.get(name) for name in names}
+    os.environ.update(dict.fromkeys(names, "1"))
+    try:
+        pool = multiprocessing.get_context("spawn").Pool(jobs)
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+    try:
+        yield lambda row, wanted: pool.apply_async(build, (row, wanted)).get
+    finally:
+        pool.terminate()
+        pool.join()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Variants: each makes a bound of at most M columns
+# Scores and survivors, on a device
 
 
-def published(
-    row: Row,
-    columns: int,
-    *,
-    negatives: str = "active",
-    projected: bool = True,
-    geometry: bool = True,
-    centred: bool = False,
-) -> RowBound:
-    """The published recipe: heads by ``|w| ||q||``, one relu aggregate, what is left of the budget to negative heads.
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Scene:
+    """A problem as the study uses it: rows in host memory, keys on a device.
+
+    Attributes:
+        q: E4M3 ``[rows, H, 128]``.
+        weights: float32 ``[rows, H]``.
+        ks, ke: windows of the rows, int ``[rows]``.
+        codes: E4M3 codes uint8 ``[n, 128]``, on the device.
+        keys: their values, float32 ``[n, 128]``.
+        scale: float32 ``[n]``.
+        norm: float32 ``[n]``, as :func:`dosa_ref.bound.key_norms` has them.
+        blocks: float32 ``[n, 4]``, the same of each block of 32 elements.
+    """
+
+    q: npt.NDArray[Any]
+    weights: npt.NDArray[np.float32]
+    ks: npt.NDArray[np.int64]
+    ke: npt.NDArray[np.int64]
+    codes: torch.Tensor
+    keys: torch.Tensor
+    scale: torch.Tensor
+    norm: torch.Tensor
+    blocks: torch.Tensor
+
+    @property
+    def num_heads(self) -> int:
+        """Heads of a row."""
+        return int(self.q.shape[1])
+
+    def scores(self, row: int) -> torch.Tensor:
+        """Scores ``[ke - ks]`` of the visible keys of a row, float32."""
+        seen = slice(int(self.ks[row]), int(self.ke[row]))
+        q = torch.from_numpy(e4m3_float64(self.q[row]).astype(np.float32)).to(self.keys.device)
+        w = torch.from_numpy(np.ascontiguousarray(self.weights[row])).to(self.keys.device)
+        return (self.keys[seen] @ q.T).relu_() @ w * self.scale[seen]
+
+    def survivors(self, row: int, tau: float, form: Form) -> float:
+        """Share of the visible keys of a row that a bound keeps, in percent."""
+        if not form.usable:
+            return 100.0
+        upper = self.upper(row, form)
+        # Not `upper >= tau`: a bound of NaN keeps its key.
+        return 100.0 * float((~(upper < tau)).double().mean())
+
+    def upper(self, row: int, form: Form) -> torch.Tensor:
+        """``U`` of the visible keys of a row, float32 ``[ke - ks]``."""
+        seen, device = slice(int(self.ks[row]), int(self.ke[row])), self.keys.device
+        columns, coefficients, linear = (
+            torch.from_numpy(np.ascontiguousarray(part)).to(device)
+            for part in (form.columns, form.coefficients, form.linear)
+        )
+        dot = self.keys[seen] @ columns.T
+        psi = torch.where(linear, dot, dot.clamp(min=0))
+        room = float(form.slack) * self.norm[seen]
+        if form.blocks is not None:
+            *roots, rest = (float(value) for value in form.blocks)
+            by_blocks = rest * self.norm[seen] + self.blocks[seen] @ torch.tensor(roots, device=device)
+            room = torch.minimum(room, by_blocks)
+        return self.scale[seen] * (psi @ coefficients + room)
+
+
+def scene_of(problem: PrefillProblem, device: torch.device) -> Scene:
+    """The scene of a problem in host memory."""
+    k = torch.from_numpy(np.ascontiguousarray(problem.k.view(np.uint8))).to(device)
+    scale = torch.from_numpy(np.ascontiguousarray(problem.k_scale)).to(device)
+    ks, ke = (problem.cu_seqlen_ks, problem.cu_seqlen_ke)
+    return _scene(problem.q, problem.weights, ks.astype(np.int64), ke.astype(np.int64), k, scale)
+
+
+def scene_of_tensors(trace: making.TraceTensors) -> Scene:
+    """The scene of a trace on a device; its keys stay there."""
+    q = trace.q.view(torch.uint8).cpu().numpy()
+    ks, ke = (part.cpu().numpy().astype(np.int64) for part in (trace.ks, trace.ke))
+    return _scene(q, trace.weights.cpu().numpy(), ks, ke, trace.k.view(torch.uint8), trace.k_scale)
+
+
+def _scene(
+    q: npt.NDArray[Any],
+    weights: npt.NDArray[np.float32],
+    ks: npt.NDArray[np.int64],
+    ke: npt.NDArray[np.int64],
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+) -> Scene:
+    keys = codes.view(torch.float8_e4m3fn).float()
+    return Scene(
+        q=q, weights=weights, ks=ks, ke=ke, codes=codes, keys=keys, scale=scale,
+        norm=norms(keys[:, None], scale)[:, 0],
+        blocks=norms(keys.unflatten(1, (STEPS, -1)), scale),
+    )  # fmt: skip
+
+
+def norms(parts: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Norms of parts of keys, rounded up to float32; +Inf for keys that must always survive.
 
     Args:
-        row: the row.
-        columns: M.
-        negatives: which negative heads are aggregated: ``active`` on half of the winners, ``all`` or ``none``.
-        projected: project omitted positive heads on the retained ones.
-        geometry: take the residual's root over inner products; else the sum of the residuals' norms.
-        centred: spend a column on the linear half of the residual (not published).
+        parts: E4M3 values, float32 ``[n, parts, elements]``.
+        scale: float32 ``[n]``.
+
+    Returns:
+        float32 ``[n, parts]``.
+
+    Exactness: the smallest float32 that is not below the real norm of the part with its non-zero magnitudes raised to
+        at least 2^-6; :func:`dosa_ref.bound.key_norms` says why.
     """
-    x, w = e4m3_float64(row.q), row.w.astype(np.float64)
-    active = (x @ e4m3_float64(row.winners).T > 0).mean(axis=1)
-    strength = np.abs(w) * np.linalg.norm(x, axis=1)
-    positive = [h for h in np.argsort(-strength, kind="stable").tolist() if w[h] > 0]
-    negative = [h for h in np.argsort(-strength * active, kind="stable").tolist() if w[h] < 0]
-    if len(positive) + len(negative) <= columns:
-        return _bound(row, positive + negative, [], None, projected)
-    wanted = {"active": [h for h in negative if active[h] >= ACTIVE_SHARE], "all": negative, "none": []}[negatives]
-    room = columns - bool(wanted)
-    if len(positive) <= room:
-        spare = negative[: room - len(positive)] if negatives != "none" else []
-        return _bound(row, positive + spare, [h for h in wanted if h not in spare], None, projected)
-    bound = _bound(row, positive[: room - centred], wanted, [] if centred else None, projected)
-    if geometry:
-        return bound
-    return _with_residual(bound, float(np.linalg.norm(_residuals(row, bound), axis=1).sum()))
+    out = torch.empty(parts.shape[:2], device=parts.device)
+    for a in range(0, len(parts), 1 << 18):
+        wide = parts[a : a + (1 << 18)].double()
+        raised = torch.where(wide != 0, wide.abs().clamp(min=float(E4M3_MIN_NORMAL)), wide)
+        square = raised.square().sum(-1)
+        norm = square.sqrt().float()
+        up = torch.nextafter(norm, torch.full_like(norm, torch.inf))
+        out[a : a + (1 << 18)] = torch.where(norm.double().square() < square, up, norm)
+    good = (scale >= 2.0**KEY_SCALE_LOG2_MIN) & (scale <= 2.0**KEY_SCALE_LOG2_MAX)
+    return out.masked_fill(~good[:, None] | out.isnan().any(1, keepdim=True), torch.inf)
 
 
-def recipe(row: Row, columns: int) -> RowBound:
-    """The recipe of ``docs/bound.md``."""
-    return build_row_bound(row.q, row.w, columns, row.sample)
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Task:
+    """One row of a scene under one K.
+
+    Attributes:
+        place: which row.
+        row: the row and what a recipe may know of it.
+        tau: the threshold.
+        visible: its visible keys.
+        seed_share: share of them that reaches ``tau``, percent.
+    """
+
+    place: int
+    row: Row
+    tau: float
+    visible: int
+    seed_share: float
 
 
-def _without_projection(row: Row, columns: int) -> RowBound:
-    bound = recipe(row, columns)
-    projection = np.zeros_like(bound.certificate.projection)
-    return round_bound(row.q, row.w, bound.linear, dataclasses.replace(bound.certificate, projection=projection))
+def every_fifth(seq_len: int) -> range:
+    """Every ``ROW_STEP``-th row that has eight rows before it."""
+    return range(NEIGHBOURS, seq_len, ROW_STEP)
 
 
-def _without_price(row: Row, columns: int) -> RowBound:
-    certificate = recipe(row, columns).certificate
-    heads = [h for h in certificate.retained.tolist() if h >= 0]
-    linear = np.flatnonzero(certificate.aggregate.sum(axis=0)).tolist()
-    return _bound(row, heads, [], linear if len(heads) < len(certificate.retained) else None, True)
+def spread_rows(seq_len: int, count: int) -> list[int]:
+    """``count`` rows with eight rows before them, spread evenly, the last one among them."""
+    return sorted(set(np.linspace(NEIGHBOURS, seq_len - 1, count).astype(int).tolist()))
 
 
-def _by_strength(row: Row, columns: int) -> RowBound:
-    certificate = recipe(row, columns).certificate
-    heads = [h for h in certificate.retained.tolist() if h >= 0]
-    if len(heads) == len(certificate.retained):
-        return recipe(row, columns)
-    strength = row.w.astype(np.float64) * np.linalg.norm(e4m3_float64(row.q), axis=1)
-    kept = sum(row.w[h] > 0 for h in heads)
-    heads = np.argsort(-strength, kind="stable")[:kept].tolist() + [h for h in heads if row.w[h] < 0]
-    return _bound(row, heads, [], np.flatnonzero(certificate.aggregate.sum(axis=0)).tolist(), True)
+def tasks_of(scene: Scene, topk: int, places: Sequence[int]) -> list[Task]:
+    """The rows with more than ``topk`` visible keys among some places."""
+    winners: dict[int, torch.Tensor] = {}
+    tasks = []
+    for row in places:
+        ks, ke = int(scene.ks[row]), int(scene.ke[row])
+        if ke - ks <= topk:
+            continue
+        for earlier in range(row - NEIGHBOURS, row):
+            if earlier not in winners:
+                winners[earlier] = _winners(scene, earlier, topk)
+        own = scene.scores(row)
+        seeds = torch.unique(torch.cat([winners[r] for r in range(row - NEIGHBOURS, row)]))
+        seeds = seeds[(seeds >= ks) & (seeds < ke)]
+        values, order = own[seeds - ks].sort(descending=True, stable=True)
+        if len(seeds) < topk:
+            continue
+        seeds = seeds[order]
+        tau = float(values[topk - 1])
+        below = seeds[topk:] if len(seeds) > topk else seeds
+        spread = np.linspace(ks, ke - 1, HALF_SAMPLE).astype(np.int64)
+        some = np.linspace(0, len(below) - 1, HALF_SAMPLE).astype(np.int64)
+        best = np.linspace(0, topk - 1, 2 * HALF_SAMPLE).astype(np.int64)
+        sample = np.concatenate([_at(below, some), spread])
+        tasks.append(
+            Task(
+                place=row,
+                row=Row(
+                    q=scene.q[row],
+                    w=scene.weights[row],
+                    sample=_keys_at(scene, sample),
+                    winners=_keys_at(scene, _at(seeds, best)),
+                ),
+                tau=tau,
+                visible=ke - ks,
+                seed_share=100.0 * float((own >= tau).double().mean()),
+            )
+        )
+    return tasks
 
 
-def _positive_only(row: Row, columns: int) -> RowBound:
-    bound = recipe(row, columns)
-    heads = [h for h in bound.certificate.retained.tolist() if h >= 0 and row.w[h] > 0]
-    return _bound(row, heads, [], [] if bound.linear.any() else None, True)
+def _winners(scene: Scene, row: int, topk: int) -> torch.Tensor:
+    """Keys of the ``topk`` best scores of a row, or all visible ones, in no order."""
+    scores = scene.scores(row)
+    return scores.topk(min(topk, len(scores)), sorted=False).indices + int(scene.ks[row])
 
 
-def _never_linear(row: Row, columns: int) -> RowBound:
-    bound = recipe(row, columns)
-    certificate = dataclasses.replace(bound.certificate, aggregate=np.zeros_like(bound.certificate.aggregate))
-    return round_bound(row.q, row.w, bound.linear, certificate)
+def _at(values: torch.Tensor, places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    found: npt.NDArray[np.int64] = values[torch.from_numpy(places).to(values.device)].cpu().numpy()
+    return found
 
 
-def _apart(row: Row, columns: int) -> RowBound:
-    bound = recipe(row, columns)
-    if not bound.linear.any():
-        return bound
-    halves = _residuals(row, bound) / 2
-    vector = halves.sum(axis=0) - bound.certificate.aggregate[-1] @ e4m3_float64(row.q)
-    error = vector - float(bound.coefficients[-1]) * e4m3_float64(bound.columns[-1])
-    apart = np.sqrt(np.abs(halves @ halves.T).sum()) + np.linalg.norm(error)
-    return _with_residual(bound, float(apart))
+def _keys_at(scene: Scene, places: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
+    found: npt.NDArray[Any] = scene.codes[torch.from_numpy(places).to(scene.codes.device)].cpu().numpy()
+    return found
 
 
-def _each_dot(row: Row, columns: int) -> RowBound:
-    bound = recipe(row, columns)
-    certificate = bound.certificate
-    w = np.where(row.w > 0, row.w, 0.0)
-    w[[h for h in certificate.retained.tolist() if h >= 0]] = 0.0
-    heads = (w + certificate.aggregate.sum(axis=0)) @ dot_error(row.q)
-    factors = np.where(certificate.retained >= 0, w @ certificate.projection, np.abs(bound.coefficients))
-    terms = dataclasses.replace(bound.terms, dots=float(heads + factors @ dot_error(bound.columns)))
-    return dataclasses.replace(bound, terms=terms, slack=terms.slack())
+# ---------------------------------------------------------------------------------------------------------------------
+# Seeds
 
 
-VARIANTS: Final[Mapping[str, Callable[[Row, int], RowBound]]] = {
-    "published": published,
-    "published, centred": lambda row, columns: published(row, columns, centred=True),
-    "recipe": recipe,
-}
-ABLATIONS: Final[Mapping[str, Callable[[Row, int], RowBound]]] = {
-    "published: no aggregate": lambda row, columns: published(row, columns, negatives="none"),
-    "published: all negative heads aggregated": lambda row, columns: published(row, columns, negatives="all"),
-    "published: no residual geometry": lambda row, columns: published(row, columns, geometry=False),
-    "published: no projection": lambda row, columns: published(row, columns, projected=False),
-    "recipe: negative heads count 0": _positive_only,
-    "recipe: no negative head in the linear column": _never_linear,
-    "recipe: no projection": _without_projection,
-    "recipe: multipliers without a price": _without_price,
-    "recipe: positive heads by weight and norm": _by_strength,
-    "recipe: rounding beside the root": _apart,
-    "recipe: every dot's own error": _each_dot,
-    "recipe: winners as the sample": lambda row, columns: build_row_bound(row.q, row.w, columns, row.winners),
-    "recipe: no sample": lambda row, columns: build_row_bound(row.q, row.w, columns),
-}
+def seed_quality(scene: Scene, topk: int, places: Sequence[int]) -> list[dict[str, Any]]:
+    """What share of the keys reaches ``tau``, and at what cost, by the choice of seeds.
 
+    A group of ``GROUP_ROWS`` rows shares the winners of some pilots, single rows in the middle of the groups nearest to
+    it that are scored densely, its newest keys and an even sample of the others, as ``dosa_gpu.pipeline.seed_groups``
+    does. The cost is in dense scans of the row's keys: what a row pays of its group's pilot, and its seeds.
 
-def _bound(row: Row, retained: list[int], relu: list[int], linear: list[int] | None, projected: bool) -> RowBound:
-    """Retained heads, negative heads in a relu column (if any) and in a linear column (if any column)."""
-    x, heads = e4m3_float64(row.q), len(retained)
-    size = max(heads + bool(relu) + (linear is not None), 1)
-    projection, aggregate, flags = np.zeros((len(x), size)), np.zeros((size, len(x))), np.zeros(size, np.bool_)
-    for g in np.flatnonzero(row.w > 0).tolist():
-        if projected and heads and g not in retained:
-            projection[g, :heads] = nnls(x[retained].T, x[g])[0]
-    if relu:
-        aggregate[heads, relu] = -row.w[relu].astype(np.float64)
-    if linear is not None:
-        aggregate[-1, linear], flags[-1] = -row.w[linear].astype(np.float64), True
-    places = np.array([*retained, *[-1] * (size - heads)], np.int64)
-    return round_bound(
-        row.q, row.w, flags, BoundCertificate(retained=places, projection=projection, aggregate=aggregate)
+    Args:
+        scene: the problem.
+        topk: K.
+        places: rows to measure.
+
+    Returns:
+        Per strategy means over the rows: ``cost`` and ``reached`` in percent of the visible keys, ``ratio`` to the
+        share of the top K and its largest, ``worst``; ``kernels`` marks the strategy of ``dosa_gpu.plan``.
+    """
+    total, length = len(scene.q), len(scene.keys)
+    first = np.arange(0, total, GROUP_ROWS)
+    middles = (first + np.minimum(first + GROUP_ROWS, total) - 1) // 2
+    pilots = [_winners(scene, row, topk) for row in middles.tolist()]
+    plan = plan_prefill(
+        device_type="cuda", num_heads=scene.num_heads, num_rows=4096, num_keys=length, topk=topk, mode=None,
+        columns=None, workspace_bytes=2**34, survivor_capacity=None,
+    )  # fmt: skip
+
+    def shared(row: int, near: int, newest: int, spread: int) -> torch.Tensor:
+        group = row // GROUP_ROWS
+        rows = slice(group * GROUP_ROWS, min(total, (group + 1) * GROUP_ROWS))
+        low, high = int(scene.ks[rows].min()), int(scene.ke[rows].max())
+        start = min(max(group - near // 2, 0), len(pilots) - near)
+        late = torch.arange(high - newest, high)
+        even = low + torch.arange(spread) * (high - low) // max(spread, 1)
+        return torch.cat([*pilots[start : start + near], torch.cat([late, even]).to(scene.keys.device)])
+
+    strategies: dict[str, tuple[Callable[[int], torch.Tensor], float, bool]] = {}
+    kernels = (min(plan.pilots_near, len(pilots)), plan.newest, plan.spread)
+    for near in sorted({*NEAR, plan.pilots_near}):
+        if near > len(pilots):
+            continue
+        words = f"winners of {near} pilot{'s' if near > 1 else ''}"
+        for newest, spread in ((0, 0), (plan.newest, plan.spread)):
+            name = f"{words}, {newest} newest, {spread} spread" if newest else words
+            choose: Callable[[int], torch.Tensor] = functools.partial(shared, near=near, newest=newest, spread=spread)
+            strategies[name] = (choose, 1 / GROUP_ROWS, (near, newest, spread) == kernels)
+    several = 4 * topk
+    strategies[f"{several} newest"] = (lambda row: torch.arange(scene.ke[row] - several, scene.ke[row]), 0.0, False)
+    strategies[f"even sample of {several}"] = (
+        lambda row: scene.ks[row] + torch.arange(several) * int(scene.ke[row] - scene.ks[row]) // several,
+        0.0,
+        False,
     )
-
-
-def _residuals(row: Row, bound: RowBound) -> Floats:
-    """``w_g r_g`` of the omitted positive heads, ``[n, 128]``."""
-    x, certificate = e4m3_float64(row.q), bound.certificate
-    omitted = (row.w > 0) & ~np.isin(np.arange(len(x)), certificate.retained)
-    rest = x[omitted] - certificate.projection[omitted] @ e4m3_float64(bound.columns)
-    return np.asarray(row.w[omitted, None] * rest)
-
-
-def _with_residual(bound: RowBound, residual: float) -> RowBound:
-    terms = dataclasses.replace(bound.terms, residual=residual)
-    return dataclasses.replace(bound, terms=terms, slack=terms.slack())
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in strategies}
+    for row in places:
+        ks, ke = int(scene.ks[row]), int(scene.ke[row])
+        if ke - ks <= topk:
+            continue
+        own = scene.scores(row)
+        for name, (choose, pilot, _) in strategies.items():
+            seeds = torch.unique(choose(row).to(own.device))
+            seeds = seeds[(seeds >= ks) & (seeds < ke)]
+            if len(seeds) < topk:
+                continue
+            tau = own[seeds - ks].topk(topk).values[-1]
+            reached = float((own >= tau).double().mean())
+            found[name].append((pilot + len(seeds) / len(own), reached, reached * len(own) / topk))
+    return [
+        {
+            "strategy": name,
+            "kernels": strategies[name][2],
+            "rows": len(entries),
+            "cost": round(100 * float(np.mean([entry[0] for entry in entries])), 3),
+            "reached": round(100 * float(np.mean([entry[1] for entry in entries])), 4),
+            "ratio": round(float(np.mean([entry[2] for entry in entries])), 3),
+            "worst": round(max(entry[2] for entry in entries), 3),
+        }
+        for name, entries in found.items()
+        if entries
+    ]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Measuring
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """One row of a trace under one K: its place and ``tau``, its visible keys and what is known of them."""
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Pending:
+    """A case whose bounds are being built.
 
-    place: int
-    row: Row
-    tau: float
-    seed_share: float
-    keys: npt.NDArray[np.float32]
-    norm: npt.NDArray[np.float32]
-    scale: npt.NDArray[np.float32]
+    Attributes:
+        scene: the problem.
+        topk: K.
+        tasks: its rows.
+        wanted: names of makers and numbers of columns.
+        bounds: waits for a row's bounds, by row.
+        more: further fields of the case.
+    """
 
-    def survivors(self, columns: Floats, coefficients: Floats, linear: npt.NDArray[np.bool_], slack: float) -> float:
-        """Share of the visible keys that the bound keeps, in percent."""
-        dot = self.keys @ columns.astype(np.float32).T
-        psi = np.where(linear, dot, np.maximum(dot, 0))
-        upper = self.scale * (psi @ coefficients.astype(np.float32) + np.float32(slack) * self.norm)
-        return 100.0 * float((~(upper < self.tau)).mean())
+    scene: Scene
+    topk: int
+    tasks: Sequence[Task]
+    wanted: Sequence[tuple[str, int]]
+    bounds: Sequence[Bounds]
+    more: Mapping[str, Any]
 
-
-def tasks_of(problem: PrefillProblem, topk: int) -> list[Task]:
-    """Every ``ROW_STEP``-th row that has eight rows before it and more than ``topk`` visible keys."""
-    keys = e4m3_float64(problem.k).astype(np.float32)
-    norms = key_norms(problem.k, problem.k_scale)
-
-    def scores(row: int) -> npt.NDArray[np.float32]:
-        dots = keys @ e4m3_float64(problem.q[row]).astype(np.float32).T
-        found = (np.maximum(dots, 0) @ problem.weights[row]) * problem.k_scale
-        ks, ke = problem.window(row)
-        outside = np.ones(len(keys), np.bool_)
-        outside[ks:ke] = False
-        return np.where(outside, -np.inf, found).astype(np.float32)
-
-    winners: dict[int, npt.NDArray[np.int64]] = {}
-    tasks = []
-    for row in range(NEIGHBOURS, problem.seq_len, ROW_STEP):
-        ks, ke = problem.window(row)
-        if ke - ks <= topk:
-            continue
-        for earlier in range(row - NEIGHBOURS, row):
-            if earlier not in winners:
-                winners[earlier] = np.argpartition(-scores(earlier), topk)[:topk]
-        own = scores(row)
-        seeds = np.unique(np.concatenate([winners[r] for r in range(row - NEIGHBOURS, row)]))
-        seeds = seeds[np.argsort(-own[seeds], kind="stable")]
-        tau = float(own[seeds[topk - 1]])
-        below = seeds[topk:] if len(seeds) > topk else seeds
-        spread = np.linspace(ks, ke - 1, HALF_SAMPLE).astype(np.int64)
-        some = np.linspace(0, len(below) - 1, HALF_SAMPLE).astype(np.int64)
-        best = seeds[np.linspace(0, topk - 1, 2 * HALF_SAMPLE).astype(np.int64)]
-        tasks.append(
-            Task(
-                place=row,
-                row=Row(
-                    q=problem.q[row],
-                    w=problem.weights[row],
-                    sample=problem.k[np.concatenate([below[some], spread])],
-                    winners=problem.k[best],
-                ),
-                tau=tau,
-                seed_share=100.0 * float((own[ks:ke] >= tau).mean()),
-                keys=keys[ks:ke],
-                norm=norms[ks:ke],
-                scale=problem.k_scale[ks:ke],
-            )
-        )
-    return tasks
-
-
-def measure(problem: PrefillProblem, topk: int) -> dict[str, Any]:
-    """One trace under one K: survivors in percent by variant and columns, row by row, and the parts of the slack."""
-    tasks = tasks_of(problem, topk)
-    budgets = COLUMNS[problem.num_heads]
-    found: dict[str, dict[str, list[float]]] = {}
-    parts: dict[str, dict[str, float]] = {}
-
-    def kept(task: Task, bound: RowBound) -> float:
-        if not row_within_magnitude(task.row.q, task.row.w, bound):
-            return 100.0
-        columns = e4m3_float64(bound.columns)
-        return task.survivors(columns, bound.coefficients.astype(np.float64), bound.linear, float(bound.slack))
-
-    for name, make in [*VARIANTS.items(), *ABLATIONS.items()]:
-        for columns in budgets if name in VARIANTS else (ABLATION_COLUMNS[problem.num_heads],):
-            bounds = [make(task.row, columns) for task in tasks]
-            survivors = [round(kept(task, bound), 3) for task, bound in zip(tasks, bounds, strict=True)]
-            found.setdefault(name, {})[str(columns)] = survivors
+    def finish(self) -> dict[str, Any]:
+        """The case: survivors in percent by variant and columns, row by row, and the parts of the slack."""
+        built = [bounds() for bounds in self.bounds]
+        found: dict[str, dict[str, list[float]]] = {}
+        parts: dict[str, dict[str, float]] = {}
+        for place, (name, columns) in enumerate(self.wanted):
+            forms = [forms[place] for forms in built]
+            found.setdefault(name, {})[str(columns)] = [
+                round(self.scene.survivors(task.place, task.tau, form), 3)
+                for task, form in zip(self.tasks, forms, strict=True)
+            ]
             if name == "recipe":
-                parts[str(columns)] = _shares([bound.terms for bound in bounds])
-    return {
-        "topk": topk,
-        "top_share": round(100.0 * topk * len(tasks) / sum(len(task.keys) for task in tasks), 4),
-        "seed_share": round(float(np.mean([task.seed_share for task in tasks])), 4),
-        "positive_tau": round(float(np.mean([task.tau > 0 for task in tasks])), 4),
-        "rows": len(tasks),
-        "survivors": found,
-        "slack": parts,
-        "shared": [shared_survivors(problem, tasks, size, block) for size, block in SHARED],
-    }
+                parts[str(columns)] = _shares(forms)
+        tasks = self.tasks
+        return {
+            "topk": self.topk,
+            "top_share": round(100.0 * self.topk * len(tasks) / sum(task.visible for task in tasks), 4),
+            "seed_share": round(float(np.mean([task.seed_share for task in tasks])), 4),
+            "positive_tau": round(float(np.mean([task.tau > 0 for task in tasks])), 4),
+            "rows": len(tasks),
+            "survivors": found,
+            "slack": parts,
+            **self.more,
+        }
 
 
-def _shares(terms: Sequence[GuardTerms]) -> dict[str, float]:
+def begin(
+    scene: Scene, topk: int, places: Sequence[int], submit: Submit, *, whole: bool, more: Mapping[str, Any]
+) -> Pending:
+    """Find a scene's thresholds and start to build its bounds.
+
+    Args:
+        scene: the problem.
+        topk: K.
+        places: rows to measure.
+        submit: from :func:`builders`.
+        whole: with the ablations and the further forms; else the variants alone.
+        more: further fields of the case.
+
+    Returns:
+        The case on its way.
+
+    Raises:
+        InvalidProblem: ``rows``: none of them sees more than K keys and has K seeds.
+    """
+    tasks = tasks_of(scene, topk, places)
+    if not tasks:
+        raise InvalidProblem("rows", list(places), f"at least one with more than {topk} visible keys")
+    wanted = [(name, columns) for name in VARIANTS for columns in COLUMNS[scene.num_heads]]
+    if whole:
+        wanted += [(name, ABLATION_COLUMNS[scene.num_heads]) for name in (*ABLATIONS, *FORMS)]
+    bounds = [submit(task.row, wanted) for task in tasks]
+    return Pending(scene=scene, topk=topk, tasks=tasks, wanted=wanted, bounds=bounds, more=more)
+
+
+def _shares(forms: Sequence[Form]) -> dict[str, float]:
     """Mean share of residual, dots and float32 chains in the slack."""
-    residual, dot = (float(np.mean([getattr(t, name) / t.total() for t in terms])) for name in ("residual", "dots"))
+    residual, dot = (float(np.mean([getattr(form, name) for form in forms])) for name in ("residual", "dots"))
     return {"residual": round(residual, 4), "dots": round(dot, 4), "rest": round(1 - residual - dot, 4)}
 
 
@@ -343,7 +501,7 @@ def _shares(terms: Sequence[GuardTerms]) -> dict[str, float]:
 # A form that was tried and did not pay: relu columns shared by a block of rows
 
 
-def shared_survivors(problem: PrefillProblem, tasks: Sequence[Task], size: int, block: int) -> dict[str, Any]:
+def shared_survivors(scene: Scene, tasks: Sequence[Task], size: int, block: int) -> dict[str, Any]:
     """Relu columns that a block of rows shares, one linear column for each row.
 
     ``size`` FP8 vectors are the weighted cluster centres of the block's positive heads. Every positive head is
@@ -352,7 +510,7 @@ def shared_survivors(problem: PrefillProblem, tasks: Sequence[Task], size: int, 
     product, own column.
 
     Args:
-        problem: the trace.
+        scene: the trace.
         tasks: the rows that are measured.
         size: shared vectors.
         block: rows that share them.
@@ -361,11 +519,11 @@ def shared_survivors(problem: PrefillProblem, tasks: Sequence[Task], size: int, 
         Survivors in percent and the price in columns.
     """
     survivors: list[float] = []
-    for start in range(0, problem.seq_len, block):
+    for start in range(0, len(scene.q), block):
         some = [task for task in tasks if start <= task.place < start + block]
-        w_block, q_block = problem.weights[start : start + block], e4m3_float64(problem.q[start : start + block])
+        w_block, q_block = scene.weights[start : start + block], e4m3_float64(scene.q[start : start + block])
         weighted = (w_block[..., None] * q_block)[w_block > 0]
-        shared = encode_e4m3_array((256 * _centres(weighted, size)).astype(np.float32))
+        shared = encode_e4m3_array((256 * centres(weighted, size)).astype(np.float32))
         vectors = e4m3_float64(shared)
         for task in some:
             x, w = e4m3_float64(task.row.q), task.row.w.astype(np.float64)
@@ -387,7 +545,11 @@ def shared_survivors(problem: PrefillProblem, tasks: Sequence[Task], size: int, 
             slack += unit * float(dot_error(own))
             columns = np.concatenate([vectors, e4m3_float64(own)[None]])
             flags = np.arange(len(columns)) == len(vectors)
-            survivors.append(task.survivors(columns, np.append(factors, unit), flags, float(slack)))
+            form = Form(
+                columns=columns.astype(np.float32), coefficients=np.append(factors, unit).astype(np.float32),
+                linear=flags, slack=np.float32(slack), blocks=None, usable=True, residual=0.0, dots=0.0,
+            )  # fmt: skip
+            survivors.append(scene.survivors(task.place, task.tau, form))
     return {
         "vectors": size,
         "rows": block,
@@ -396,28 +558,13 @@ def shared_survivors(problem: PrefillProblem, tasks: Sequence[Task], size: int, 
     }
 
 
-def _centres(vectors: Floats, count: int, rounds: int = 10) -> Floats:
-    """Unit centres of a spherical clustering that weighs vectors by their norms."""
-    norms = np.linalg.norm(vectors, axis=1)
-    vectors, norms = vectors[norms > 0], norms[norms > 0]
-    unit = vectors / norms[:, None]
-    centres = unit[np.random.default_rng(0).permutation(len(unit))[:count]]
-    for _ in range(rounds):
-        nearest = (unit @ centres.T).argmax(axis=1)
-        sums = np.zeros_like(centres)
-        np.add.at(sums, nearest, vectors)
-        length = np.linalg.norm(sums, axis=1)
-        centres = np.where(length[:, None] > 0, sums / np.maximum(length, 1e-300)[:, None], centres)
-    return np.asarray(centres)
-
-
 def control(num_heads: int) -> PrefillProblem:
     """Random normal queries, keys and weights: nothing that a bound could use."""
     generator = np.random.default_rng(0)
     rows = NEIGHBOURS + 1 + 3 * ROW_STEP
     return PrefillProblem(
-        q=encode_e4m3_array(16 * generator.standard_normal((rows, num_heads, 128), np.float32)),
-        k=encode_e4m3_array(16 * generator.standard_normal((CONTROL_KEYS, 128), np.float32)),
+        q=encode_e4m3_array(16 * generator.standard_normal((rows, num_heads, HEAD_DIM), np.float32)),
+        k=encode_e4m3_array(16 * generator.standard_normal((CONTROL_KEYS, HEAD_DIM), np.float32)),
         k_scale=np.ones(CONTROL_KEYS, np.float32),
         weights=generator.standard_normal((rows, num_heads), np.float32),
         cu_seqlen_ks=np.zeros(rows, np.int32),
@@ -426,37 +573,183 @@ def control(num_heads: int) -> PrefillProblem:
     )
 
 
-def study(folder: Path, topk: Sequence[int]) -> dict[str, Any]:
+def study(folder: Path, topk: Sequence[int], device: torch.device, submit: Submit) -> list[dict[str, Any]]:
     """Measure all traces of a folder under each K, and the controls.
 
     Args:
         folder: holds ``*.safetensors`` (``dosa.trace/1``) with 32 or 64 heads.
         topk: the K.
+        device: where scores and survivors are computed.
+        submit: from :func:`builders`.
 
     Returns:
-        The record, schema ``dosa.pruning_study/1``.
+        The cases.
     """
-    started = time.monotonic()
-    cases: list[dict[str, Any]] = []
+    cases = []
+
+    def measure(name: str, problem: PrefillProblem, k: int) -> None:
+        scene = scene_of(problem, device)
+        head = {"trace": name, "num_heads": problem.num_heads, "keys": len(problem.k)}
+        pending = begin(scene, k, every_fifth(problem.seq_len), submit, whole=True, more={})
+        shared = [shared_survivors(scene, pending.tasks, size, block) for size, block in SHARED]
+        cases.append({**head, **pending.finish(), "shared": shared})
+
     for path in sorted(folder.glob("*.safetensors")):
-        trace = load_trace(path)
-        head = {"trace": path.stem, "num_heads": trace.problem.num_heads, "keys": len(trace.problem.k)}
-        cases += [{**head, **measure(trace.problem, k)} for k in topk]
+        problem = load_trace(path).problem
+        for k in topk:
+            measure(path.stem, problem, k)
     for num_heads in COLUMNS:
         problem = control(num_heads)
-        head = {"trace": f"random_h{num_heads}", "num_heads": num_heads, "keys": len(problem.k)}
-        cases.append({**head, **measure(problem, problem.topk)})
-    return {
-        "schema": SCHEMA,
-        "environment": environment(),
-        "command": " ".join(["python -m dosa_verify.pruning_study --traces DIR", *(f"--topk {k}" for k in topk)]),
-        "time_s": round(time.monotonic() - started, 1),
-        "cases": cases,
+        measure(f"random_h{num_heads}", problem, problem.topk)
+    return cases
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Long traces, made in memory
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What the study of long traces measures.
+
+    Attributes:
+        domains: texts.
+        layers, num_heads, lengths: of the traces; the longest length is the length of the pass.
+        seed_layers: layers that are trained with a second seed.
+        control_layer: of the untrained indexer, of the other rotary pairs and of the Hadamard rotation; None: none.
+        queries: queries of a trace.
+        rows: rows measured at the longest length.
+        steps: training steps.
+        check_loss: texts whose loss is checked.
+        topk: K.
+        train_keys: tokens of a training text.
+        train_windows: training texts per domain.
+    """
+
+    domains: Sequence[str] = ("en", "zh", "code")
+    layers: Sequence[int] = LAYERS
+    num_heads: Sequence[int] = tuple(COLUMNS)
+    lengths: Sequence[int] = LENGTHS
+    seed_layers: Sequence[int] = SEED_LAYERS
+    control_layer: int | None = CONTROL_LAYER
+    queries: int = QUERIES
+    rows: int = ROWS
+    steps: int = making.STEPS
+    check_loss: Sequence[str] = ()
+    topk: int = TOPK
+    train_keys: int = making.TRAIN_KEYS
+    train_windows: int = making.TRAIN_WINDOWS
+
+    def requests(self) -> list[making.Request]:
+        """The traces of each text; the first request is the study's own, the others are compared with it."""
+        own = making.Options(steps=self.steps, train_keys=self.train_keys, train_windows=self.train_windows)
+        longest = [max(self.lengths)]
+
+        def request(layers: Sequence[int], heads: Sequence[int], **change: Any) -> making.Request:
+            options = dataclasses.replace(own, **change)
+            return making.Request(options=options, layers=layers, num_heads=heads, num_keys=longest)
+
+        found = [
+            making.Request(options=own, layers=self.layers, num_heads=self.num_heads, num_keys=sorted(self.lengths))
+        ]
+        if self.seed_layers:
+            found.append(request(self.seed_layers, self.num_heads, seed=1))
+        if self.control_layer is not None:
+            layer = [self.control_layer]
+            found.append(request(layer, self.num_heads, steps=0))
+            found.append(request(layer, self.num_heads, hadamard=True))
+            found.append(request(layer, self.num_heads[:1], half_split=True))
+        return found
+
+
+def study_long(
+    files: Sequence[Path],
+    sizes: Sizes,
+    device: torch.device,
+    submit: Submit,
+    on_text: Callable[[list[dict[str, Any]], list[dict[str, Any]]], None],
+    on_progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Make long traces in memory, text by text, and measure them.
+
+    Args:
+        files: the pack's parts.
+        sizes: what to measure.
+        device: where everything but the bounds is computed.
+        submit: from :func:`builders`.
+        on_text: called after each text with all cases so far, and a description of each text so far.
+        on_progress: called with (done, total) of the making of the traces.
+    """
+    started = time.monotonic()
+    pack = load_pack(files, device)
+    requests = sizes.requests()
+    per_text = sum(len(r.layers) * len(r.num_heads) * len(r.num_keys) for r in requests)
+    cases: list[dict[str, Any]] = []
+    texts: list[dict[str, Any]] = []
+    pending: list[Pending] = []
+    traces = making.make_requests(
+        pack, requests, domains=sizes.domains, num_queries=sizes.queries, check_loss=sizes.check_loss, topk=sizes.topk,
+        on_progress=on_progress,
+    )  # fmt: skip
+    made: list[float] = []
+    for trace in traces:
+        made.append(time.monotonic() - started)
+        pending.append(_begin_long(trace, sizes, submit))
+        if len(pending) < per_text:
+            continue
+        cases += [entry.finish() for entry in pending]
+        pending = []
+        kept = ("domain", "text", "pass_tokens", "rope_scaling", "attention", "pack_sha256")
+        loss = {name: json.loads(text) if name == "loss_bins" else text for name, text in trace.header.items()
+                if name.startswith("loss_")}  # fmt: skip
+        seconds = {"first_trace_s": made[0], "last_trace_s": made[-1], "measured_s": time.monotonic() - started}
+        made.clear()
+        texts.append(
+            {
+                **{name: trace.header[name] for name in kept},
+                **loss,
+                **{name: round(value, 1) for name, value in seconds.items()},
+            }
+        )
+        on_text(cases, texts)
+
+
+def _begin_long(trace: making.TraceTensors, sizes: Sizes, submit: Submit) -> Pending:
+    """Start to measure one long trace; at the longest length of the study's own indexers with everything."""
+    header, keys = trace.header, len(trace.k)
+    indexer = {
+        "seed": int(header["indexer_seed"]),
+        "steps": int(header["indexer_steps"]),
+        "pairs": header["rope"],
+        "hadamard": header["hadamard"] == "true",
+        "final_kl": None if header["indexer_steps"] == "0" else float(header["indexer_final_kl"]),
     }
+    own = indexer["seed"] == 0 and indexer["steps"] and not indexer["hadamard"] and indexer["pairs"] == "interleaved"
+    whole = bool(own) and keys == max(sizes.lengths)
+    places = spread_rows(len(trace.q), sizes.rows if whole else max(1, sizes.rows // 2))
+    scene = scene_of_tensors(trace)
+    more = {
+        "trace": f"{header['domain']}_layer{int(header['layer']):02d}_h{header['num_heads']}",
+        "num_heads": int(header["num_heads"]),
+        "keys": keys,
+        "domain": header["domain"],
+        "layer": int(header["layer"]),
+        "indexer": indexer,
+        "own": bool(own),
+        "shared": [],
+        "seeds": seed_quality(scene, sizes.topk, places) if own else [],
+    }
+    return begin(scene, sizes.topk, places, submit, whole=whole, more=more)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # The page
+
+
+COLUMNS_PICTURE, LENGTHS_PICTURE = "pruning_columns.svg", "pruning_lengths.svg"
+AIM_LAYERS: Final = (6, 12, 17)
+AIM: Final = 5.0
+"""Percent of the keys that may survive at a million keys."""
 
 
 def page(records: Mapping[str, Mapping[str, Any]]) -> str:
@@ -473,15 +766,28 @@ def page(records: Mapping[str, Mapping[str, Any]]) -> str:
         lstrip_blocks=True,
     )
     cases = [case for record in records.values() for case in record["cases"]]
+    short = [case for case in cases if "indexer" not in case]
+    long = [case for case in cases if "indexer" in case]
+    longest = max((case["keys"] for case in long), default=0)
     return templates.get_template("pruning.md.j2").render(
         records=records,
-        traces=[case for case in cases if not case["trace"].startswith("random_")],
-        controls=[case for case in cases if case["trace"].startswith("random_")],
+        traces=[case for case in short if not case["trace"].startswith("random_")],
+        controls=[case for case in short if case["trace"].startswith("random_")],
         budgets=COLUMNS,
         ablation_columns=ABLATION_COLUMNS,
         ablations=list(ABLATIONS),
-        targets=_targets(cases),
+        forms=list(FORMS),
+        targets=_targets(short),
+        aim=_aim([case for case in long if case["own"] and case["keys"] == longest]),
+        texts=[text for record in records.values() for text in record.get("texts", ())],
+        own=[case for case in long if case["own"]],
+        longest=longest,
+        lengths=sorted({case["keys"] for case in long}),
+        others=[case for case in long if not case["own"]],
+        pictures=(COLUMNS_PICTURE, LENGTHS_PICTURE),
+        seeds=_seeds([case for case in long if case["own"]]),
         mean=_mean,
+        mean_of=_mean_of,
         worst=_worst,
         gain=_gain,
     )
@@ -490,6 +796,11 @@ def page(records: Mapping[str, Mapping[str, Any]]) -> str:
 def _mean(case: Mapping[str, Any], variant: str, columns: int) -> float:
     values = case["survivors"][variant][str(columns)]
     return float(np.mean(values))
+
+
+def _mean_of(cases: Sequence[Mapping[str, Any]], variant: str, columns: int) -> float:
+    """Mean over cases, each with the same weight."""
+    return float(np.mean([_mean(case, variant, columns) for case in cases]))
 
 
 def _worst(case: Mapping[str, Any], variant: str, columns: int) -> float:
@@ -504,9 +815,66 @@ def _targets(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         for first in (False, True):
             layer = [c for c in fitting if ("layer00" in c["trace"]) == first]
             if layer:
-                kept = float(np.mean([_mean(case, "recipe", columns) for case in layer]))
+                kept = _mean_of(layer, "recipe", columns)
                 names = sorted({f"{case['trace']} ({case['keys']:,} keys)" for case in layer})
                 found.append({"num_heads": num_heads, "columns": columns, "traces": names, "survivors": kept})
+    return found
+
+
+def _aim(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Survivors of the variants at the aim's columns, averaged over texts and the aim's layers, and of layer 0.
+
+    Where the recipe misses the aim: the fewest columns with which it is reached, if any.
+    """
+    found = []
+    for num_heads, columns in ABLATION_COLUMNS.items():
+        for layers in (AIM_LAYERS, (0,)):
+            some = [c for c in cases if c["num_heads"] == num_heads and c["layer"] in layers]
+            if not some:
+                continue
+            means = {m: _mean_of(some, "recipe", m) for m in COLUMNS[num_heads]}
+            slack = [case["slack"][str(columns)] for case in some]
+            found.append(
+                {
+                    "num_heads": num_heads,
+                    "columns": columns,
+                    "layers": sorted({case["layer"] for case in some}),
+                    "domains": sorted({case["domain"] for case in some}),
+                    "cases": len(some),
+                    "rows": sum(case["rows"] for case in some),
+                    "seed_share": float(np.mean([case["seed_share"] for case in some])),
+                    "survivors": {name: _mean_of(some, name, columns) for name in VARIANTS},
+                    "worst_case": max(_mean(case, "recipe", columns) for case in some),
+                    "reached": means[columns] <= AIM,
+                    "enough": next((m for m, kept in means.items() if kept <= AIM), None),
+                    "best": min(means.values()),
+                    "residual": float(np.mean([part["residual"] for part in slack])),
+                    "dots": float(np.mean([part["dots"] for part in slack])),
+                }
+            )
+    return found
+
+
+def _seeds(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Quality of the seeds by length and strategy, layer 0 left out: means over cases, and the largest ratio."""
+    found = []
+    for keys in sorted({case["keys"] for case in cases}):
+        some = [case for case in cases if case["keys"] == keys and case["layer"] != 0]
+        for name in dict.fromkeys(entry["strategy"] for case in some for entry in case["seeds"]):
+            entries = [entry for case in some for entry in case["seeds"] if entry["strategy"] == name]
+            found.append(
+                {
+                    "keys": keys,
+                    "strategy": name,
+                    "kernels": any(entry["kernels"] for entry in entries),
+                    "cases": len(entries),
+                    **{
+                        field: float(np.mean([entry[field] for entry in entries]))
+                        for field in ("cost", "reached", "ratio")
+                    },
+                    "worst": max(entry["worst"] for entry in entries),
+                }
+            )
     return found
 
 
@@ -516,13 +884,117 @@ def _gain(cases: Sequence[Mapping[str, Any]], over: str, variant: str, columns: 
     return 100.0 * float(np.exp(np.mean(np.log(ratios))) - 1)
 
 
+def draw(records: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
+    """Draw the two pictures of the long traces: survivors by columns, and by length.
+
+    Args:
+        records: by the name of their files.
+        folder: where the pictures go.
+
+    Raises:
+        BackendUnavailable: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise BackendUnavailable("pictures need matplotlib (extra `report`)")
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    # The file must not change from run to run, and text stays text.
+    mpl.rcParams |= {"svg.hashsalt": "dosa", "svg.fonttype": "none"}
+    own = [case for record in records.values() for case in record["cases"] if case.get("own")]
+    longest = max(case["keys"] for case in own)
+    lengths = sorted({case["keys"] for case in own})
+    layers = sorted({case["layer"] for case in own})
+    figures = {}
+    for name in (COLUMNS_PICTURE, LENGTHS_PICTURE):
+        figure = Figure(figsize=(9, 3.8), layout="constrained")
+        panels = figure.subplots(1, len(COLUMNS), sharey=True)
+        for axes, (num_heads, budgets) in zip(np.atleast_1d(panels), COLUMNS.items(), strict=True):
+            columns = ABLATION_COLUMNS[num_heads]
+            for place, layer in enumerate(layers):
+                some = [case for case in own if case["num_heads"] == num_heads and case["layer"] == layer]
+                if not some:
+                    continue
+                if name == COLUMNS_PICTURE:
+                    here = [case for case in some if case["keys"] == longest]
+                    for variant, style in (("published", ":"), ("recipe", "-")):
+                        values = [_mean_of(here, variant, m) for m in budgets]
+                        axes.plot(budgets, values, style, color=f"C{place}", label=f"layer {layer}, {variant}")
+                else:
+                    at = [[case for case in some if case["keys"] == keys] for keys in lengths]
+                    values = [_mean_of(here, "recipe", columns) for here in at]
+                    axes.plot(lengths, values, "-o", color=f"C{place}", label=f"layer {layer}, recipe")
+                    reached = [float(np.mean([case["seed_share"] for case in here])) for here in at]
+                    axes.plot(lengths, reached, ":", color=f"C{place}", label=f"layer {layer}, at least tau")
+            axes.axhline(AIM, color="black", linewidth=0.8)
+            axes.set_yscale("log")
+            axes.grid(alpha=0.3)
+            if name == COLUMNS_PICTURE:
+                axes.set_title(f"H = {num_heads}, {longest:,} keys")
+                axes.set_xlabel("columns")
+            else:
+                axes.set_xscale("log", base=2)
+                axes.set_title(f"H = {num_heads}, M = {columns}")
+                axes.set_xlabel("keys")
+        first = np.atleast_1d(panels)[0]
+        first.set_ylabel("survivors, % of the keys, mean over texts")
+        first.legend(fontsize=6)
+        figures[name] = figure
+    for name, figure in figures.items():
+        path = folder / name
+        figure.savefig(path, metadata={"Date": None})
+        lines = path.read_text(encoding="utf-8").splitlines()
+        path.write_text("\n".join(line.rstrip() for line in lines) + "\n", encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Command line
+
+
+def _write(path: Path, record: Mapping[str, Any]) -> None:
+    """Write a record, lists of numbers on one line each."""
+    text = json.dumps(record, indent=1, allow_nan=False)
+    text = re.sub(r"\[[^\[\]{}\"]*\]", lambda found: " ".join(found.group().split()), text)
+    path.write_text(text + "\n", encoding="utf-8")
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(word) for word in text.split(",")) if text else ()
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text else ()
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Command line; see the module's docstring. Returns the exit code."""
+    started = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m dosa_verify.pruning_study", description="How much bounds prune.")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--traces", type=Path, metavar="DIR", help="measure the traces in this folder")
+    source.add_argument("--pack", type=Path, action="append", metavar="PACK", help="make long traces: a pack's part")
     source.add_argument("--page", type=Path, metavar="FILE", help="write this page from the records")
     parser.add_argument("--topk", type=int, action="append", metavar="K", help="keys to select, may be repeated")
+    parser.add_argument("--device", default="cpu", help="of scores and survivors (default cpu)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes that build bounds (default 1)")
+    parser.add_argument("--commit", help="of the sources, where they are no git checkout")
+    parser.add_argument("--pictures", type=Path, metavar="DIR", help="with --page: draw the pictures into this folder")
+    long = parser.add_argument_group("long traces (defaults: the study of the page)")
+    for name, kind in (
+        ("domains", _words),
+        ("layers", _numbers),
+        ("num-heads", _numbers),
+        ("lengths", _numbers),
+        ("seed-layers", _numbers),
+        ("check-loss", _words),
+        ("control-layer", int),
+        ("queries", int),
+        ("rows", int),
+        ("steps", int),
+        ("train-keys", int),
+        ("train-windows", int),
+    ):
+        long.add_argument(f"--{name}", type=kind, metavar="N,..." if kind is _numbers else "X")
     parser.add_argument(
         "--out", type=Path, action="append", metavar="FILE", required=True, help="the record, or records"
     )
@@ -530,10 +1002,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.page is not None:
         records = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in options.out}
         options.page.write_text(page(records), encoding="utf-8")
+        if options.pictures is not None:
+            draw(records, options.pictures)
         return 0
-    record = study(options.traces, options.topk or (256, 2048))
-    options.out[0].write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    device = torch.device(options.device)
+    where = environment()
+    if options.commit is not None:
+        where["git_commit"] = options.commit
+    typed = list(sys.argv[1:] if arguments is None else arguments)
+    record = {
+        "schema": SCHEMA,
+        "environment": where,
+        "command": _command(typed),
+        "time_s": 0.0,
+    }
+
+    def write(cases: list[dict[str, Any]], **more: Any) -> None:
+        seconds = round(time.monotonic() - started, 1)
+        _write(options.out[0], {**record, "time_s": seconds, **more, "cases": cases})
+
+    with builders(options.jobs) as submit:
+        if options.traces is not None:
+            write(study(options.traces, options.topk or (256, TOPK), device, submit))
+        else:
+            names = {field.name for field in dataclasses.fields(Sizes)}
+            given = {name: value for name, value in vars(options).items() if name in names and value is not None}
+            given["topk"] = options.topk[0] if options.topk else TOPK
+            with terminal.progress("making traces") as on_progress:
+                study_long(
+                    options.pack,
+                    Sizes(**given),
+                    device,
+                    submit,
+                    lambda cases, texts: write(cases, texts=texts),
+                    on_progress,
+                )
     return 0
+
+
+def _command(words: Sequence[str]) -> str:
+    """The command as a reader would type it: folders and packs by a word, without what only says where results go."""
+    kept = ["python -m dosa_verify.pruning_study"]
+    places = {"--traces": "DIR", "--pack": "PACK", "--out": None, "--commit": None}
+    for place, word in enumerate(words):
+        before = words[place - 1] if place else ""
+        if word in places:
+            kept += [word] if places[word] is not None else []
+        elif before in places:
+            kept += [places[before] or ""] if places[before] is not None else []
+        else:
+            kept.append(word)
+    return " ".join(kept)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ distribution, averaged over its heads, to ``softmax(score)``: the dense warm-up 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import torch
@@ -93,11 +93,13 @@ class Windows:
         x: the indexer's input, ``[windows, n, width]``.
         q: rotated queries of the layer's attention, ``[windows, heads, n, head_dim]``.
         k: rotated keys, ``[windows, kv_heads, n, head_dim]``.
+        logit_factor: of the attention's logits, beside ``head_dim^-0.5``.
     """
 
     x: torch.Tensor
     q: torch.Tensor
     k: torch.Tensor
+    logit_factor: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +166,7 @@ def train(
         with torch.no_grad():
             q, k = (part.index_select(0, window)[0] for part in (windows.q, windows.k))
             hidden = torch.arange(length, device=device) > rows[:, None]
-            target = attention_target(q[:, rows], k, hidden)
+            target = attention_target(q[:, rows], k, hidden, windows.logit_factor)
             log_target = torch.log(target + 1e-9)
         for i, (indexer, optimiser) in enumerate(zip(indexers, optimisers)):
             optimiser.zero_grad(set_to_none=True)
@@ -206,13 +208,14 @@ def train(
     return [Training(steps=steps, first_kl=a, last_kl=b) for a, b in zip(first, last)]
 
 
-def attention_target(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+def attention_target(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor, logit_factor: float) -> torch.Tensor:
     """The attention of a layer, averaged over its heads.
 
     Args:
         q: rotated queries ``[heads, rows, head_dim]``.
         k: rotated keys ``[kv_heads, n, head_dim]``.
         hidden: bool ``[rows, n]``, keys that a row does not see.
+        logit_factor: of the logits, beside ``head_dim^-0.5``.
 
     Returns:
         float32 ``[rows, n]``; each row sums to 1.
@@ -221,7 +224,7 @@ def attention_target(q: torch.Tensor, k: torch.Tensor, hidden: torch.Tensor) -> 
     grouped = q.float().unflatten(0, (k.shape[0], group))
     total: torch.Tensor = torch.zeros(hidden.shape, device=q.device)
     for heads, key in zip(grouped, k.float()):
-        logits = heads @ key.T * q.shape[-1] ** -0.5
+        logits = heads @ key.T * (logit_factor * q.shape[-1] ** -0.5)
         total += torch.softmax(logits.masked_fill(hidden, HIDDEN), dim=-1).sum(0)
     return total / q.shape[0]
 
@@ -301,5 +304,3 @@ def prepare_keys(
 
 IndexerKey = tuple[int, int]
 """Layer and number of heads."""
-
-Trained = Mapping[IndexerKey, tuple[Indexer, Training]]

@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -26,7 +26,6 @@ from dosa_verify.traces.indexer import (
     ROPE_DIM,
     Indexer,
     IndexerKey,
-    Trained,
     Training,
     Windows,
     hadamard_matrix,
@@ -35,11 +34,14 @@ from dosa_verify.traces.indexer import (
     train,
 )
 from dosa_verify.traces.model import (
+    YARN_FAST,
+    YARN_SLOW,
     LayerInput,
     LossCheck,
     OnProgress,
     Pack,
     Rotary,
+    attention_backend,
     load_pack,
     rotary,
     run_layers,
@@ -104,6 +106,23 @@ class Options:
     train_windows: int = TRAIN_WINDOWS
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Traces of one kind of indexer.
+
+    Attributes:
+        options: how the indexers are built and trained.
+        layers: layers whose attention they imitate.
+        num_heads: their head counts.
+        num_keys: lengths, in tokens.
+    """
+
+    options: Options
+    layers: Sequence[int]
+    num_heads: Sequence[int]
+    num_keys: Sequence[int]
+
+
 def make(
     pack: Pack,
     *,
@@ -124,9 +143,11 @@ def make(
 ) -> Iterator[TraceTensors]:
     """Train the indexers of some layers, run the texts, and yield a trace per domain, layer, head count and length.
 
-    The longest length is the length of the pass, and fixes the RoPE base; shorter ones are its last keys, with the same
-    queries. Traces come in the order domain, layer, heads, length; each holds its tensors alone, so that what is not
-    kept is freed.
+    The longest length is the length of the pass, and fixes the rotary frequencies and the factor of the attention's
+    logits (YaRN), of the training texts too; shorter ones are its last keys, with the same queries. The indexers' own
+    rotation has the same frequencies; its scores have no such factor, since they are trained with these frequencies.
+    Traces come in the order domain, layer, heads, length; each holds its tensors alone, so that what is not kept is
+    freed.
 
     Args:
         pack: model and texts, on the device that does the work.
@@ -152,7 +173,6 @@ def make(
         product otherwise.
     """
     domains = [domain] if isinstance(domain, str) else list(domain)
-    lengths = [num_keys] if isinstance(num_keys, int) else list(num_keys)
     options = Options(
         seed=seed,
         steps=steps,
@@ -161,43 +181,105 @@ def make(
         train_keys=train_keys,
         train_windows=train_windows,
     )
-    _check(pack, options, domains, layers, num_heads, lengths, num_queries)
+    lengths = [num_keys] if isinstance(num_keys, int) else list(num_keys)
+    return make_requests(
+        pack,
+        [Request(options=options, layers=layers, num_heads=num_heads, num_keys=lengths)],
+        domains=domains,
+        num_queries=num_queries,
+        check_loss=domains if check_loss else (),
+        topk=topk,
+        on_progress=on_progress,
+    )
+
+
+def make_requests(
+    pack: Pack,
+    requests: Sequence[Request],
+    *,
+    domains: Sequence[str],
+    num_queries: int,
+    check_loss: Collection[str] = (),
+    topk: int = TOPK,
+    on_progress: OnProgress | None = None,
+) -> Iterator[TraceTensors]:
+    """Traces of several kinds of indexers, from one pass per text; see :func:`make`.
+
+    The longest length of all requests is the length of the pass. Traces come in the order domain, layer, request,
+    heads, length. Requests that differ in the Hadamard rotation alone share their trained indexers.
+
+    Args:
+        pack: model and texts, on the device that does the work.
+        requests: what is wanted of every text.
+        domains: names of texts in the pack.
+        num_queries: queries of each trace, the last positions; at most the shortest length.
+        check_loss: the texts whose loss is checked.
+        topk: goes into the header.
+        on_progress: called with (done, total).
+
+    Yields:
+        The traces.
+
+    Raises:
+        InvalidProblem: as :func:`make`; ``requests`` if there is none.
+
+    Exactness: as :func:`make`; what else is requested does not change a trace.
+    """
+    if not requests:
+        raise InvalidProblem("requests", "none", "at least one")
+    length = max((max(request.num_keys, default=0) for request in requests), default=0)
+    for request in requests:
+        _check(pack, request, domains, length, num_queries)
     if check_loss and pack.config.pack_layers < pack.config.model_layers:
         held = f"a pack of {pack.config.pack_layers} of {pack.config.model_layers} layers"
         raise InvalidProblem("check_loss", held, "the whole model")
-    depth = pack.config.model_layers if check_loss else max(layers)
-    length = max(lengths)
-    total = len(layers) * steps + len(domains) * depth * LAYER_UNITS
-    progress = _Progress(on_progress, total)
+    config = pack.config
+    layers = sorted({layer for request in requests for layer in request.layers})
+    depths = {name: config.model_layers if name in check_loss else max(layers) for name in domains}
+    kinds = {_training_kind(request.options): None for request in requests}
+    trainings = sum(
+        kind.steps * len({layer for r in requests if _training_kind(r.options) == kind for layer in r.layers})
+        for kind in kinds
+    )
+    progress = _Progress(on_progress, trainings + sum(depths.values()) * LAYER_UNITS)
     device = pack.weights["token_embd.weight"].device
-    base = pack.config.scaled_rope_base(length)
-    rope = rotary(length, pack.config.head_dim, base, device)
-    indexer_rope = rotary(length, ROPE_DIM, base, device, half_split)
+    rope = rotary(length, config.head_dim, config.rope_base, device, context=config.context_length)
+    turns = {
+        half: rotary(length, ROPE_DIM, config.rope_base, device, half, context=config.context_length)
+        for half in sorted({request.options.half_split for request in requests})
+    }
     with deterministic():
-        trained = train_indexers(pack, options, layers, num_heads, rope, indexer_rope, progress)
-    rotation = hadamard_matrix(device) if hadamard else None
+        trained = _train_all(pack, requests, rope, turns, progress)
     for name in domains:
         tokens = pack.tokens[name][:length]
         with deterministic():
             inputs: dict[int, torch.Tensor] = {}
             state = None
-            for entry in run_layers(pack, tokens[None], depth, rope):
+            for entry in run_layers(pack, tokens[None], depths[name], rope):
                 if entry.layer in layers:
                     inputs[entry.layer] = entry.x[0]
                 state = entry.state[0]
                 progress.add(LAYER_UNITS if entry.layer else 0)
             assert state is not None
-            loss = loss_check(pack, tokens, state, rope) if check_loss else None
+            loss = loss_check(pack, tokens, state, rope) if name in check_loss else None
             del state, entry
         for layer in layers:
-            x = inputs.pop(layer) if layer not in layers[layers.index(layer) + 1 :] else inputs[layer]
-            for heads in num_heads:
-                indexer, training = trained[layer, heads]
-                with deterministic():
-                    tensors = _apply(indexer, x, num_queries, indexer_rope, rotation)
-                for keys in lengths:
-                    header = _header(pack, options, name, layer, heads, base, length, keys, topk, loss, training)
-                    yield _suffix(f"{name}_layer{layer:02d}_h{heads}_{keys}", tensors, keys, header)
+            x = inputs.pop(layer)
+            for request in requests:
+                options = request.options
+                rotation = hadamard_matrix(device) if options.hadamard else None
+                for heads in request.num_heads if layer in request.layers else ():
+                    indexer, training = trained[_training_kind(options)][layer, heads]
+                    with deterministic():
+                        tensors = _apply(indexer, x, num_queries, turns[options.half_split], rotation)
+                    for keys in request.num_keys:
+                        header = _header(pack, options, name, layer, heads, rope, keys, topk, loss, training)
+                        yield _suffix(f"{name}_layer{layer:02d}_h{heads}_{keys}", tensors, keys, header)
+
+
+def _training_kind(options: Options) -> Options:
+    """What decides how an indexer is trained: everything but the rotation behind it."""
+    return dataclasses.replace(options, hadamard=False)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,53 +342,97 @@ def to_problem(trace: TraceTensors, topk: int) -> PrefillProblem:
     )
 
 
-def train_indexers(
-    pack: Pack,
+def _train_all(
+    pack: Pack, requests: Sequence[Request], rope: Rotary, turns: Mapping[bool, Rotary], progress: _Progress
+) -> dict[Options, dict[IndexerKey, tuple[Indexer, Training]]]:
+    """The trained indexers of all requests by the kind of training, layer and head count."""
+    wanted: dict[Options, dict[int, list[int]]] = {}
+    for request in requests:
+        kind = wanted.setdefault(_training_kind(request.options), {})
+        for layer in request.layers:
+            known = kind.setdefault(layer, [])
+            known += [heads for heads in request.num_heads if heads not in known]
+    captured: dict[tuple[int, int], dict[int, Windows]] = {}
+    for size in {(kind.train_windows, kind.train_keys): None for kind in wanted if kind.steps}:
+        layers = {layer for kind, found in wanted.items() for layer in found if kind.steps and _size(kind) == size}
+        captured[size] = capture(pack, *size, sorted(layers), rope)
+    return {
+        kind: {
+            key: entry
+            for layer, heads in found.items()
+            for key, entry in train_layer(
+                captured[_size(kind)][layer] if kind.steps else None,
+                pack.config.width,
+                kind,
+                layer,
+                heads,
+                turns[kind.half_split],
+                progress,
+            ).items()
+        }
+        for kind, found in wanted.items()
+    }
+
+
+def _size(options: Options) -> tuple[int, int]:
+    return options.train_windows, options.train_keys
+
+
+def capture(pack: Pack, count: int, size: int, layers: Sequence[int], rope: Rotary) -> dict[int, Windows]:
+    """What the indexers of some layers are trained on: the last ``count`` times ``size`` tokens of every text.
+
+    Args:
+        pack: model and texts.
+        count: training texts per domain.
+        size: tokens of each.
+        layers: layers that are trained.
+        rope: the tables of the pass.
+
+    Returns:
+        The training texts by layer.
+    """
+    texts = torch.cat([tokens[-count * size :].view(count, size) for tokens in pack.tokens.values()])
+    # One text at a time: a batch of all would hold every layer's temporaries at once.
+    parts: dict[int, list[LayerInput]] = {layer: [] for layer in layers}
+    for text in texts:
+        for entry in run_layers(pack, text[None], max(layers), rope):
+            if entry.layer in parts:
+                parts[entry.layer].append(entry)
+    return {
+        layer: Windows(
+            **{name: torch.cat([getattr(e, name) for e in entries]) for name in ("x", "q", "k")},
+            logit_factor=rope.logit_factor,
+        )
+        for layer, entries in parts.items()
+    }
+
+
+def train_layer(
+    windows: Windows | None,
+    width: int,
     options: Options,
-    layers: Sequence[int],
+    layer: int,
     num_heads: Sequence[int],
     rope: Rotary,
-    indexer_rope: Rotary,
     progress: _Progress,
-) -> Trained:
-    """Train one indexer per layer and head count on the last tokens of every text in the pack."""
-    device = rope.cos.device
-    count, size = options.train_windows, options.train_keys
-    texts = torch.cat([tokens[-count * size :].view(count, size) for tokens in pack.tokens.values()])
-    trained: dict[IndexerKey, tuple[Indexer, Training]] = {}
-    captured: dict[int, Windows] = {}
-    if options.steps:
-        # One text at a time: a batch of all would hold every layer's temporaries at once.
-        parts: dict[int, list[LayerInput]] = {layer: [] for layer in layers}
-        for text in texts:
-            for entry in run_layers(pack, text[None], max(layers), rope):
-                if entry.layer in parts:
-                    parts[entry.layer].append(entry)
-        captured = {
-            layer: Windows(**{name: torch.cat([getattr(e, name) for e in entries]) for name in ("x", "q", "k")})
-            for layer, entries in parts.items()
-        }
-        del parts
-    for layer in layers:
-        indexers = []
-        for heads in num_heads:
-            # Each indexer has a seed of its own, whatever else is trained in the same call.
-            generator = torch.Generator().manual_seed(options.seed * 1_000_003 + layer * 1_009 + heads)
-            indexers.append(Indexer(pack.config.width, heads, generator).to(device))
-        if options.steps:
-            reports = train(
-                captured.pop(layer),
-                indexers,
-                indexer_rope,
-                steps=options.steps,
-                seed=options.seed * 1_000_003 + layer,
-                on_step=lambda: progress.add(1),
-            )
-        else:
-            reports = [Training(steps=0, first_kl=float("nan"), last_kl=float("nan")) for _ in indexers]
-        for heads, indexer, report in zip(num_heads, indexers, reports):
-            trained[layer, heads] = (indexer, report)
-    return trained
+) -> dict[IndexerKey, tuple[Indexer, Training]]:
+    """Train one indexer of a layer per head count, side by side; ``windows`` may be None without steps."""
+    indexers = []
+    for heads in num_heads:
+        # Each indexer has a seed of its own, whatever else is trained in the same call.
+        generator = torch.Generator().manual_seed(options.seed * 1_000_003 + layer * 1_009 + heads)
+        indexers.append(Indexer(width, heads, generator).to(rope.cos.device))
+    reports = [Training(steps=0, first_kl=float("nan"), last_kl=float("nan")) for _ in indexers]
+    if windows is not None and options.steps:
+        reports = train(
+            windows,
+            indexers,
+            rope,
+            steps=options.steps,
+            seed=options.seed * 1_000_003 + layer,
+            on_step=lambda: progress.add(1),
+        )
+    return {(layer, heads): (indexer, report) for heads, indexer, report in zip(num_heads, indexers, reports)}
 
 
 @contextlib.contextmanager
@@ -337,15 +463,8 @@ class _Progress:
             self.on_progress(self.done, self.total)
 
 
-def _check(
-    pack: Pack,
-    options: Options,
-    domains: Sequence[str],
-    layers: Sequence[int],
-    num_heads: Sequence[int],
-    lengths: Sequence[int],
-    num_queries: int,
-) -> None:
+def _check(pack: Pack, request: Request, domains: Sequence[str], length: int, num_queries: int) -> None:
+    options, layers, num_heads, lengths = request.options, request.layers, request.num_heads, request.num_keys
     for name in domains:
         if name not in pack.tokens:
             raise InvalidProblem("domain", name, f"one of {sorted(pack.tokens)}")
@@ -360,11 +479,11 @@ def _check(
         raise InvalidProblem("num_queries", num_queries, f"0 to {min(lengths)}, the shortest length")
     if options.steps < 0:
         raise InvalidProblem("steps", options.steps, "at least 0")
-    if options.train_keys > max(lengths):
-        raise InvalidProblem("train_keys", options.train_keys, f"at most {max(lengths)}, the length of the pass")
+    if options.train_keys > length:
+        raise InvalidProblem("train_keys", options.train_keys, f"at most {length}, the length of the pass")
     training = options.train_keys * options.train_windows if options.steps else 0
     for name, tokens in pack.tokens.items():
-        needed = training + (max(lengths) if name in domains else 0)
+        needed = training + (length if name in domains else 0)
         if len(tokens) < needed:
             raise InvalidProblem(
                 "num_keys", f"{needed} tokens with those of the training texts", f"{len(tokens)}, what {name} has"
@@ -410,20 +529,26 @@ def _header(
     domain: str,
     layer: int,
     num_heads: int,
-    base: float,
-    length: int,
+    rope: Rotary,
     keys: int,
     topk: int,
     loss: LossCheck | None,
     training: Training,
 ) -> dict[str, str]:
-    config = pack.config
+    config, length = pack.config, len(rope.cos)
+    stretch = max(1.0, length / config.context_length)
     return {
         "schema": "dosa.trace/1",
         "kind": f"indexer trained with the DeepSeek-V3.2 warm-up loss on {config.name} activations"
         if options.steps
         else f"untrained indexer on {config.name} activations, a control",
-        "model": f"{config.name}, RoPE base {base:.6g} for {length} tokens",
+        "model": f"{config.name}, YaRN factor {stretch:g} for {length} tokens",
+        "rope_scaling": (
+            f"YaRN: factor {stretch:g} of {config.context_length} tokens, base {config.rope_base:g}, ramp from "
+            f"{YARN_SLOW:g} to {YARN_FAST:g} turns, attention logits times {rope.logit_factor:.6g}; indexer: same "
+            "frequencies, no factor"
+        ),
+        "attention": attention_backend(rope.cos.device, config.head_dim).name.lower(),
         "text": pack.header.get(f"text.{domain}", domain),
         "domain": domain,
         "layer": str(layer),

@@ -1,15 +1,17 @@
 """The language model whose activations the traces come from: a Llama-type decoder, read from a pack.
 
-Only what a trace needs: hidden states of whole texts, up to a million tokens in one pass, at a RoPE base scaled to the
-length, and a check of what that length does to the model's predictions. Weights stay in the blocks of the GGUF file
-until they reach the device.
+Only what a trace needs: hidden states of whole texts, up to a million tokens in one pass with YaRN's rotary frequencies
+for that length, and a check of what the length does to the model's predictions. Weights stay in the blocks of the GGUF
+file until they reach the device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -30,6 +32,13 @@ DTYPE: Final = torch.bfloat16
 
 CHUNK: Final = 131_072
 """Tokens that go through the position-wise parts of a layer at once: bounds the memory of a long pass."""
+
+YARN_SLOW: Final = 1.0
+"""A pair that turns at most so often in the trained context is slowed down by the whole stretch (YaRN's alpha)."""
+YARN_FAST: Final = 32.0
+"""A pair that turns at least so often there is left alone (YaRN's beta); between the two lies a linear ramp."""
+YARN_TEMPERATURE: Final = 0.1
+"""Attention logits are multiplied by ``(YARN_TEMPERATURE ln(stretch) + 1)^2``."""
 
 LOSS_BINS: Final = 16
 LOSS_WINDOWS: Final = 2
@@ -67,16 +76,6 @@ class ModelConfig:
     context_length: int
     model_layers: int
     pack_layers: int
-
-    def scaled_rope_base(self, length: int) -> float:
-        """The base at which the slowest rotation over ``length`` tokens is that of the trained context.
-
-        ::
-
-            base' = base * (length / context_length)^(d / (d - 2))        d = head_dim, at least the model's own base
-        """
-        stretch = max(1.0, length / self.context_length)
-        return float(self.rope_base * stretch ** (self.head_dim / (self.head_dim - 2)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,16 +183,18 @@ def dequantize(blocks: torch.Tensor, kind: str) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Rotary:
-    """Cosines and sines of a rotary embedding.
+    """Cosines and sines of a rotary embedding, and the factor of the attention logits that goes with them.
 
     Attributes:
         cos, sin: float32 ``[positions, d / 2]``.
         half_split: whether a pair is ``(i, i + d/2)``; otherwise ``(2 i, 2 i + 1)``.
+        logit_factor: what the logits of an attention with these rotations are multiplied by, beside ``d^-0.5``.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     half_split: bool = False
+    logit_factor: float = 1.0
 
     def __call__(self, x: torch.Tensor, positions: torch.Tensor | slice) -> torch.Tensor:
         """Rotate ``x`` ``[..., positions, heads, d]``; computed in float32, returned in the dtype of ``x``."""
@@ -206,15 +207,72 @@ class Rotary:
         return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
 
 
-def rotary(length: int, dim: int, base: float, device: torch.device, half_split: bool = False) -> Rotary:
-    """Tables for positions ``0 .. length-1`` of a rotation of ``dim`` numbers: ``angle = position base^(-2i/dim)``."""
+def rotary(
+    length: int,
+    dim: int,
+    base: float,
+    device: torch.device,
+    half_split: bool = False,
+    *,
+    context: int | None = None,
+) -> Rotary:
+    """Tables for positions ``0 .. length-1`` of a rotation of ``dim`` numbers: ``angle = position f_i``.
+
+    Args:
+        length: positions.
+        dim: numbers that are rotated, two to a frequency.
+        base: of the frequencies, ``f_i = base^(-2i/dim)``.
+        device: of the tables.
+        half_split: see :class:`Rotary`.
+        context: tokens that the frequencies were trained for. Where the length is larger, they are YaRN's
+            (:func:`yarn_frequencies`), and so is the factor of the logits. None leaves them as they are.
+
+    Returns:
+        The tables.
+
+    Exactness: angles and functions in float64, rounded to float32 once.
+    """
+    stretch = 1.0 if context is None else max(1.0, length / context)
     frequency = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    if context is not None:
+        frequency = yarn_frequencies(frequency, context, stretch)
     cos, sin = (torch.empty(length, dim // 2, device=device) for _ in range(2))
     for a in range(0, length, CHUNK):
         # float64: a float32 angle of a million radians is off by 0.06.
         angle = torch.arange(a, min(a + CHUNK, length), dtype=torch.float64, device=device)[:, None] * frequency
         cos[a : a + CHUNK], sin[a : a + CHUNK] = angle.cos(), angle.sin()
-    return Rotary(cos=cos, sin=sin, half_split=half_split)
+    return Rotary(cos=cos, sin=sin, half_split=half_split, logit_factor=yarn_logit_factor(stretch))
+
+
+def yarn_frequencies(frequency: torch.Tensor, context: int, stretch: float) -> torch.Tensor:
+    """Frequencies for ``stretch`` times the trained context, by parts: fast ones stay, slow ones are slowed down.
+
+    ::
+
+        r = context f / (2 pi)        g = clamp((r - YARN_SLOW) / (YARN_FAST - YARN_SLOW), 0, 1)
+        f' = f g + f / stretch (1 - g)
+
+    Args:
+        frequency: ``f``, float64 ``[n]``, radians per position.
+        context: tokens that they were trained for.
+        stretch: at least 1; 1 gives ``f`` back.
+
+    Returns:
+        ``f'``, float64 ``[n]``.
+
+    Source: YaRN (arXiv 2309.00071), "NTK-by-parts" interpolation with alpha = 1 and beta = 32.
+    """
+    turns = context * frequency / (2 * math.pi)
+    kept = ((turns - YARN_SLOW) / (YARN_FAST - YARN_SLOW)).clamp(0, 1)
+    return frequency * kept + frequency / stretch * (1 - kept)
+
+
+def yarn_logit_factor(stretch: float) -> float:
+    """``(YARN_TEMPERATURE ln(stretch) + 1)^2``, 1 where nothing is stretched.
+
+    YaRN scales queries and keys by the root each.
+    """
+    return (YARN_TEMPERATURE * math.log(stretch) + 1) ** 2
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -255,13 +313,14 @@ def run_layers(pack: Pack, tokens: torch.Tensor, last: int, rope: Rotary) -> Ite
         tokens: int64 ``[batch, n]``.
         last: the last layer whose input is wanted, at most the number of layers in the pack; behind the model's last
             layer there is only ``state``, the others are empty.
-        rope: tables for at least ``n`` positions.
+        rope: tables for at least ``n`` positions, and the factor of the logits.
 
     Yields:
         The inputs, in order. The ``state`` of one is overwritten when the next is asked for.
     """
     config, weights = pack.config, pack.weights
     batch, length = tokens.shape
+    backend = attention_backend(tokens.device, config.head_dim)
     state = torch.empty(batch, length, config.width, dtype=DTYPE, device=tokens.device)
     for part in _parts(length):
         state[:, part] = weights["token_embd.weight"][tokens[:, part]]
@@ -293,7 +352,7 @@ def run_layers(pack: Pack, tokens: torch.Tensor, last: int, rope: Rotary) -> Ite
                 functional.linear(x[:, part], weight("attn_v")).unflatten(-1, (-1, config.head_dim)).transpose(1, 2)
             )
         del x
-        attended = _attention(q, k, v)
+        attended = _attention(q, k, v, rope.logit_factor, backend)
         del q, k, v
         for part in _parts(length):
             mixed = attended[:, :, part].transpose(1, 2).flatten(-2)
@@ -309,14 +368,49 @@ def _parts(length: int) -> list[slice]:
     return [slice(a, min(a + CHUNK, length)) for a in range(0, length, CHUNK)]
 
 
-def _attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Causal attention ``[batch, num_heads, n, head_dim]`` with grouped key and value heads."""
+def attention_backend(device: torch.device, head_dim: int) -> SDPBackend:
+    """The kernel that computes the attention on a device; headers of traces name it.
+
+    A fixed choice: which kernel runs must not depend on the library's mood, or the same seed gives another trace. It is
+    cuDNN's where the library says that it serves the model's heads, flash-attention's on other GPUs, and the plain one
+    on a CPU. Nothing falls back later: a kernel that refuses a length raises an error.
+    """
+    if device.type != "cuda":
+        return SDPBackend.MATH
+    cuda: Any = torch.backends.cuda
+    sample = torch.empty(1, 1, 128, head_dim, dtype=DTYPE, device=device)
+    with _deterministic_forward():
+        serves = cuda.can_use_cudnn_attention(cuda.SDPAParams(sample, sample, sample, None, 0.0, True, False))
+    return SDPBackend.CUDNN_ATTENTION if serves else SDPBackend.FLASH_ATTENTION
+
+
+@contextlib.contextmanager
+def _deterministic_forward() -> Iterator[None]:
+    """Let cuDNN's attention run where only deterministic operations may.
+
+    The library refuses it as a whole, forward pass included. The forward pass, the only one used here, gave the same
+    bits whenever it was repeated; ``docs/evidence/trace_hashes.json`` has hashes of traces from separate processes.
+    """
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, logit_factor: float, backend: SDPBackend
+) -> torch.Tensor:
+    """Causal attention ``[batch, num_heads, n, head_dim]`` with grouped key and value heads.
+
+    The logits are ``logit_factor head_dim^-0.5 q . k``.
+    """
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
-    # A fixed choice: which kernel runs must not depend on the library's mood, or the same seed gives another trace.
-    backend = SDPBackend.FLASH_ATTENTION if q.is_cuda else SDPBackend.MATH
-    with sdpa_kernel(backend):
-        return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    scale = logit_factor * q.shape[-1] ** -0.5
+    with sdpa_kernel(backend), _deterministic_forward():
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -329,9 +423,9 @@ class LossBin:
 
     Attributes:
         first, end: the range, half-open.
-        long: after the whole text before them, with the scaled RoPE base.
-        short: after the trained context alone, with the scaled base.
-        native: after the trained context alone, with the model's own base.
+        long: after the whole text before them, with the frequencies of the pass.
+        short: after the trained context alone, with the frequencies of the pass.
+        native: after the trained context alone, with the model's own frequencies.
     """
 
     first: int
@@ -361,7 +455,7 @@ class LossCheck:
 
     @property
     def scaling(self) -> float:
-        """What the scaled base alone costs, mean over the bins, nats per token."""
+        """What the frequencies of the pass alone cost, mean over the bins, nats per token."""
         return sum(entry.short - entry.native for entry in self.bins) / len(self.bins)
 
     @property
