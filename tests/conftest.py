@@ -1,5 +1,6 @@
-"""What holds for all tests: which of them coverage is measured over."""
+"""What holds for all tests: over which of them coverage is measured."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,14 @@ MEASURED = (ROOT / "ref", ROOT / "proofs")
 makes more than twice as slow, and would hide what the packages' own tests leave out."""
 
 
-def pytest_collection_modifyitems(items):
-    for item in items:
-        if not any(item.path.is_relative_to(folder) for folder in MEASURED):
-            item.add_marker(pytest.mark.no_cover)
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """Lift the tracer of coverage from all other tests; ``no_cover`` of pytest-cov does not reach workers of xdist."""
+    tracer = sys.gettrace()
+    if not type(tracer).__module__.startswith("coverage") or any(map(item.path.is_relative_to, MEASURED)):
+        return (yield)
+    sys.settrace(None)
+    try:
+        return (yield)
+    finally:
+        sys.settrace(tracer)
