@@ -25,12 +25,15 @@ import pytest
 import torch
 
 import dosa_gpu
-from dosa_verify.fuzz import logits_runner, runner
+import dosa_verify
+from dosa_verify.fuzz import logits, logits_runner, runner
 from dosa_verify.targets import logits as targets
 from dosa_verify.targets.dosa import KernelTarget
 
 BUDGET = 60
 """Cases within which each mutant must be found."""
+RECORD = Path(dosa_verify.__file__).resolve().parent.parent / "docs" / "evidence" / "mutants.json"
+"""Says which directed case finds each mutant."""
 SEARCHED = 60
 """Random cases of a search that is only measured."""
 
@@ -223,11 +226,34 @@ def find(mode, device, folder, *, seed=0, directed=True):
     return runner.run(target, examples=examples, seed=seed, folder=folder, directed=directed)
 
 
+def directed_case(mode, device, number):
+    """One of the cases of a run, counted from 1; None if there are not so many."""
+    if mode == "topk":
+        _, _, usual = logits_runner._sizes(targets.make("topk", device).promise)
+        cases = list(logits.directed_cases(usual))
+    else:
+        cases = list(runner.directed_cases())
+    return cases[number - 1] if number is not None and number <= len(cases) else None
+
+
+def is_found_by(mode, device, case):
+    """Whether a case alone finds the fault that is in the kernels."""
+    if mode == "topk":
+        return logits_runner.check_logits(targets.make("topk", device), logits.build(case)) is not None
+    return runner.check_case(OneVariant(name="dosa", device=device, variant=mode), case) is not None
+
+
 @pytest.mark.parametrize("name", MUTANTS)
 def test_each_mutant_is_found(name, device, monkeypatch, tmp_path):
+    """By the case that the record names; where that one no longer finds it, within a run as `measure` does it."""
     mode, apply = MUTANTS[name]
+    recorded = json.loads(RECORD.read_text(encoding="utf-8"))["mutants"].get(name, {}).get("directed")
+    case = directed_case(mode, device, recorded)
+    assert case is None or not is_found_by(mode, device, case), "the kernels as they are must pass this case"
     monkeypatch.setattr(runner, "SHRINK_SECONDS", 0.0)  # to find it is enough here
     apply(Mutator(monkeypatch, tmp_path))
+    if case is not None and is_found_by(mode, device, case):
+        return
     report = find(mode, device, tmp_path)
     assert report.failure is not None, f"{name} survived {report.cases} cases"
     assert report.cases <= BUDGET
