@@ -2,7 +2,7 @@
 #
 #   PYTHON=...       Python >= 3.11 to start from. One with a CUDA torch >= 2.11 keeps its torch and triton.
 #   TORCH_INDEX=...  another wheel index for the CPU build of torch; `pypi` takes PyPI's own wheel
-#   JOBS=2           pytest workers
+#   JOBS=2           pytest workers, one thread each; what one of them has not begun when another is done is shared
 #   ARGS=...         further arguments for the command, e.g. make verify ARGS="--examples 200"
 
 PYTHON ?= $(shell for p in python3 python3.11 python3.12 python3.13 python3.14; do \
@@ -19,7 +19,8 @@ verify: $(STAMP)
 	$(VENV)/bin/dosa verify $(ARGS)
 
 test: lint
-	$(VENV)/bin/python -m pytest -n $(JOBS) --cov --cov-report=term --cov-fail-under=95 $(ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal \
+	  --cov --cov-report=term --cov-fail-under=95 $(ARGS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .
