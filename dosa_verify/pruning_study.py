@@ -81,8 +81,10 @@ ROWS: Final = 8
 """Rows measured at the longest length; half of them at shorter ones and in the controls."""
 SEED_LAYERS: Final = (6, 17)
 """Layers whose indexers are trained a second time."""
-CONTROL_LAYER: Final = 12
+CONTROL_LAYERS: Final = (12,)
 """Of the untrained indexer, of the other rotary pairs and of the Hadamard rotation."""
+BOUND_SEEDS: Final = (1, 2, 4)
+"""Keys of the largest bounds that are scored first, in units of K."""
 NEAR: Final = (1, 2, 4, 8)
 """Pilots whose winners a group of rows takes as seeds, beside the kernels' own number."""
 
@@ -458,8 +460,60 @@ class Pending:
             "rows": len(tasks),
             "survivors": found,
             "slack": parts,
+            "bound_seeds": [
+                bound_seeds(self.scene, self.topk, tasks, [forms[place] for forms in built], columns)
+                for place, (name, columns) in enumerate(self.wanted)
+                if name == "recipe"
+            ],
             **self.more,
         }
+
+
+def bound_seeds(scene: Scene, topk: int, tasks: Sequence[Task], forms: Sequence[Form], columns: int) -> dict[str, Any]:
+    """A threshold from the bound itself: the keys of the largest ``U`` are scored first.
+
+    A row has ``U`` of the keys that its first threshold did not prune. Their largest ones are scored, the K-th best of
+    these scores is a second threshold, and only keys whose ``U`` reaches it need to be scored too. It is sound, being
+    the K-th best of genuine scores, and costs its seeds: the bound is there anyway.
+
+    Args:
+        scene: the problem.
+        topk: K.
+        tasks: rows.
+        forms: their bounds.
+        columns: M.
+
+    Returns:
+        ``columns``; by seeds in units of K (:data:`BOUND_SEEDS`) means over the rows of ``cost``, ``reached`` and
+        ``survivors``, in percent of the visible keys, ``ratio`` to the share of the top K and its largest, ``worst``;
+        and ``best``, the survivors under each row's own K-th score, the least that any threshold allows. Rows outside
+        the bound's magnitudes count as if everything survived.
+    """
+    found: dict[int, list[tuple[float, float, float, float]]] = {times: [] for times in BOUND_SEEDS}
+    best = []
+    for task, form in zip(tasks, forms, strict=True):
+        own, upper = scene.scores(task.place), scene.upper(task.place, form)
+        keys = upper.topk(min(max(BOUND_SEEDS) * topk, len(own)), sorted=True).indices
+        for times, entries in found.items():
+            tau = float(own[keys[: times * topk]].topk(topk).values[-1])
+            seeds = min(times * topk, len(own)) / len(own)
+            reached = float((own >= tau).double().mean())
+            entries.append((seeds, reached, scene.survivors(task.place, tau, form), reached * len(own) / topk))
+        best.append(scene.survivors(task.place, float(own.topk(topk).values[-1]), form))
+    return {
+        "columns": columns,
+        "seeds": {
+            str(times): {
+                "cost": round(100 * float(np.mean([entry[0] for entry in entries])), 3),
+                "reached": round(100 * float(np.mean([entry[1] for entry in entries])), 4),
+                "survivors": round(float(np.mean([entry[2] for entry in entries])), 3),
+                "ratio": round(float(np.mean([entry[3] for entry in entries])), 3),
+                "worst": round(max(entry[3] for entry in entries), 3),
+            }
+            for times, entries in found.items()
+        },
+        "best": round(float(np.mean(best)), 3),
+    }
 
 
 def begin(
@@ -616,7 +670,7 @@ class Sizes:
         domains: texts.
         layers, num_heads, lengths: of the traces; the longest length is the length of the pass.
         seed_layers: layers that are trained with a second seed.
-        control_layer: of the untrained indexer, of the other rotary pairs and of the Hadamard rotation; None: none.
+        control_layers: of the untrained indexer, of the other rotary pairs and of the Hadamard rotation.
         queries: queries of a trace.
         rows: rows measured at the longest length.
         steps: training steps.
@@ -631,7 +685,7 @@ class Sizes:
     num_heads: Sequence[int] = tuple(COLUMNS)
     lengths: Sequence[int] = LENGTHS
     seed_layers: Sequence[int] = SEED_LAYERS
-    control_layer: int | None = CONTROL_LAYER
+    control_layers: Sequence[int] = CONTROL_LAYERS
     queries: int = QUERIES
     rows: int = ROWS
     steps: int = making.STEPS
@@ -654,11 +708,10 @@ class Sizes:
         ]
         if self.seed_layers:
             found.append(request(self.seed_layers, self.num_heads, seed=1))
-        if self.control_layer is not None:
-            layer = [self.control_layer]
-            found.append(request(layer, self.num_heads, steps=0))
-            found.append(request(layer, self.num_heads, hadamard=True))
-            found.append(request(layer, self.num_heads[:1], half_split=True))
+        if self.control_layers:
+            found.append(request(self.control_layers, self.num_heads, steps=0))
+            found.append(request(self.control_layers, self.num_heads, hadamard=True))
+            found.append(request(self.control_layers, self.num_heads[:1], half_split=True))
         return found
 
 
@@ -769,6 +822,11 @@ def page(records: Mapping[str, Mapping[str, Any]]) -> str:
     short = [case for case in cases if "indexer" not in case]
     long = [case for case in cases if "indexer" in case]
     longest = max((case["keys"] for case in long), default=0)
+    own = [case for case in long if case["own"]]
+
+    def at(num_heads: int, layer: int, keys: int) -> list[Mapping[str, Any]]:
+        return [c for c in own if (c["num_heads"], c["layer"], c["keys"]) == (num_heads, layer, keys)]
+
     return templates.get_template("pruning.md.j2").render(
         records=records,
         traces=[case for case in short if not case["trace"].startswith("random_")],
@@ -776,16 +834,28 @@ def page(records: Mapping[str, Mapping[str, Any]]) -> str:
         budgets=COLUMNS,
         ablation_columns=ABLATION_COLUMNS,
         ablations=list(ABLATIONS),
+        ablations_published=[name for name in ABLATIONS if name.startswith("published")],
+        ablations_recipe=[name for name in ABLATIONS if name.startswith("recipe")],
         forms=list(FORMS),
         targets=_targets(short),
-        aim=_aim([case for case in long if case["own"] and case["keys"] == longest]),
+        aim=_aim([case for case in own if case["keys"] == longest]),
         texts=[text for record in records.values() for text in record.get("texts", ())],
-        own=[case for case in long if case["own"]],
+        own=own,
+        at=at,
         longest=longest,
+        shorter_rows=min((case["rows"] for case in own), default=0),
+        layers=sorted({case["layer"] for case in own}),
         lengths=sorted({case["keys"] for case in long}),
-        others=[case for case in long if not case["own"]],
+        others=_others([case for case in long if not case["own"]]),
         pictures=(COLUMNS_PICTURE, LENGTHS_PICTURE),
-        seeds=_seeds([case for case in long if case["own"]]),
+        seeds=_seeds([case for case in own if case["layer"] in AIM_LAYERS]),
+        seed_layers=[
+            {**entry, "layer": layer}
+            for layer in sorted({case["layer"] for case in own})
+            for entry in _seeds([case for case in own if case["layer"] == layer and case["keys"] == longest])
+            if entry["kernels"]
+        ],
+        seed_share=_seed_share,
         mean=_mean,
         mean_of=_mean_of,
         worst=_worst,
@@ -801,6 +871,26 @@ def _mean(case: Mapping[str, Any], variant: str, columns: int) -> float:
 def _mean_of(cases: Sequence[Mapping[str, Any]], variant: str, columns: int) -> float:
     """Mean over cases, each with the same weight."""
     return float(np.mean([_mean(case, variant, columns) for case in cases]))
+
+
+def _seed_share(cases: Sequence[Mapping[str, Any]]) -> float:
+    return float(np.mean([case["seed_share"] for case in cases]))
+
+
+def _others(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Cases of other indexers by number of heads, layer and kind."""
+    found: dict[tuple[int, int, str], list[Mapping[str, Any]]] = {}
+    for case in cases:
+        indexer = case["indexer"]
+        words = [] if indexer["seed"] == 0 else [f"seed {indexer['seed']}"]
+        words += [] if indexer["steps"] else ["untrained"]
+        words += ["Hadamard rotation"] if indexer["hadamard"] else []
+        words += [] if indexer["pairs"] == "interleaved" else ["half-split pairs"]
+        found.setdefault((case["num_heads"], case["layer"], ", ".join(words)), []).append(case)
+    return [
+        {"num_heads": num_heads, "layer": layer, "words": words, "cases": group}
+        for (num_heads, layer, words), group in sorted(found.items())
+    ]
 
 
 def _worst(case: Mapping[str, Any], variant: str, columns: int) -> float:
@@ -842,7 +932,7 @@ def _aim(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
                     "domains": sorted({case["domain"] for case in some}),
                     "cases": len(some),
                     "rows": sum(case["rows"] for case in some),
-                    "seed_share": float(np.mean([case["seed_share"] for case in some])),
+                    "seed_share": _seed_share(some),
                     "survivors": {name: _mean_of(some, name, columns) for name in VARIANTS},
                     "worst_case": max(_mean(case, "recipe", columns) for case in some),
                     "reached": means[columns] <= AIM,
@@ -856,10 +946,10 @@ def _aim(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _seeds(cases: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Quality of the seeds by length and strategy, layer 0 left out: means over cases, and the largest ratio."""
+    """Quality of the seeds by length and strategy: means over cases, and the largest ratio."""
     found = []
     for keys in sorted({case["keys"] for case in cases}):
-        some = [case for case in cases if case["keys"] == keys and case["layer"] != 0]
+        some = [case for case in cases if case["keys"] == keys]
         for name in dict.fromkeys(entry["strategy"] for case in some for entry in case["seeds"]):
             entries = [entry for case in some for entry in case["seeds"] if entry["strategy"] == name]
             found.append(
@@ -924,7 +1014,7 @@ def draw(records: Mapping[str, Mapping[str, Any]], folder: Path) -> None:
                     at = [[case for case in some if case["keys"] == keys] for keys in lengths]
                     values = [_mean_of(here, "recipe", columns) for here in at]
                     axes.plot(lengths, values, "-o", color=f"C{place}", label=f"layer {layer}, recipe")
-                    reached = [float(np.mean([case["seed_share"] for case in here])) for here in at]
+                    reached = [_seed_share(here) for here in at]
                     axes.plot(lengths, reached, ":", color=f"C{place}", label=f"layer {layer}, at least tau")
             axes.axhline(AIM, color="black", linewidth=0.8)
             axes.set_yscale("log")
@@ -987,7 +1077,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ("lengths", _numbers),
         ("seed-layers", _numbers),
         ("check-loss", _words),
-        ("control-layer", int),
+        ("control-layers", _numbers),
         ("queries", int),
         ("rows", int),
         ("steps", int),

@@ -231,3 +231,19 @@ def test_a_record_of_one_trace(tmp_path, monkeypatch):
     assert pruning_study.main(["--page", str(page), "--out", str(out)]) == 0
     kept = np.mean(record["cases"][0]["survivors"]["recipe"]["8"])
     assert f"**{kept:.2f}**" in page.read_text()
+
+
+def test_the_largest_bounds_make_a_threshold_as_good_as_the_keys_that_have_them(scene, task):
+    topk, form = 64, form_of(task.row, MAKERS["recipe"](task.row, 12))
+    found = pruning_study.bound_seeds(scene, topk, [task], [form], 12)
+    own, upper = scene.scores(task.place).numpy(), scene.upper(task.place, form).numpy()
+    for times in pruning_study.BOUND_SEEDS:
+        first = np.argsort(-upper, kind="stable")[: times * topk]
+        tau = np.sort(own[first])[-topk]
+        entry = found["seeds"][str(times)]
+        assert entry["cost"] == pytest.approx(100 * times * topk / len(own), abs=1e-3)
+        assert entry["ratio"] == pytest.approx((own >= tau).sum() / topk, abs=1e-3)
+        assert entry["survivors"] == pytest.approx(100 * (upper >= tau).mean(), abs=1e-3)
+    true = 100 * (upper >= np.sort(own)[-topk]).mean()
+    assert found["best"] == pytest.approx(true, abs=1e-3)
+    assert all(entry["survivors"] >= found["best"] and entry["ratio"] >= 1 for entry in found["seeds"].values())
