@@ -1,7 +1,7 @@
 """Real traces: the pruned path in all modes, the reference, and an independent sort of the scores, index for index.
 
-The bundled trace is always there, in all modes. ``DOSA_TRACES`` names a folder of more (files ``dosa.trace/1``); three rows
-of each are taken, each mode with one of two ``topk`` on a CPU: all combinations lie in ``docs/evidence/emulator.json``.
+The bundled trace is always there, in all modes. ``DOSA_TRACES`` names a folder of more (files ``dosa.trace/1``); three
+rows of each are taken, on a CPU in half of the combinations: all of them lie in ``docs/evidence/emulator.json``.
 """
 
 import os
