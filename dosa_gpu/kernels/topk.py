@@ -363,7 +363,7 @@ def _trim_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     held = tl.load(count_ptr + row)
-    if held > CAPACITY // 2:
+    if held > topk + topk // 4:
         index = index_ptr + row * CAPACITY
         score = score_ptr + row * CAPACITY
         low = tl.full((), MINUS_INFINITY, tl.uint32)
@@ -471,11 +471,13 @@ def launch_kth(score, topk: int, out, count) -> None:
 
 
 def launch_trim(index, score, count, topk: int, tau) -> None:
-    """Cut lists that are more than half full down to their best ``topk`` entries, in place and in order.
+    """Cut lists that exceed ``topk`` by more than a quarter down to their best ``topk`` entries, in place and in order.
+
+    A list that long shows that ``tau`` is low; the K-th score so far is a better one.
 
     Args:
         index, score: ``[rows, capacity]`` int32 key columns, ascending, and float32 without a NaN, contiguous;
-            ``capacity`` a power of two, at least ``2 * topk``.
+            ``capacity`` a power of two, at least ``topk``.
         count: ``[rows]`` int32, entries of each list; lowered.
         topk: K, at least 1.
         tau: ``[rows]`` float32, raised for a list that was cut to a score that its K entries reach.
@@ -485,7 +487,6 @@ def launch_trim(index, score, count, topk: int, tau) -> None:
     rows, capacity = index.shape
     if rows == 0:
         return
-    assert capacity >= 2 * topk, f"a list of {capacity} cannot be cut to {topk} when it is half full"
     _trim_kernel[(rows,)](
         index, score, count, tau, topk, CAPACITY=capacity, TILE=min(_tile(index.device.type, capacity), capacity),
         **OPTIONS,
