@@ -208,9 +208,12 @@ MUTANTS = {
         "topk",
         kernel("topk", "while (low < high) & (reached > enough)", "while (low + 64 < high) & (reached > enough)"),
     ),
-    "one_column_beyond_the_end": (
+    # Beyond the end of a row there may be no memory to read.
+    "one_column_before_the_start": (
         "topk",
-        kernel("topk", "b_end = tl.load(b_end_ptr + row)", "b_end = tl.load(b_end_ptr + row) + 1"),
+        kernel(
+            "topk", "b_start = tl.load(b_start_ptr + row)", "b_start = tl.maximum(tl.load(b_start_ptr + row) - 1, 0)"
+        ),
     ),
 }
 
