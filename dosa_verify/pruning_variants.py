@@ -20,6 +20,9 @@ from dosa_ref.formats import encode_e4m3_array
 from dosa_ref.guard import BoundCertificate, dot_error, e4m3_float64, magnitude
 from dosa_ref.spec import BOUND_CHAIN_ULPS, E4M3_MAX, FLOAT32_UNIT, FLOAT64_SLACK_LOG2, STEP_TERMS, STEPS
 
+COLUMNS: Final = {32: (8, 12, 16, 20, 24), 64: (8, 12, 16, 20, 24, 32)}
+"""Column budgets by head count."""
+ABLATION_COLUMNS: Final = {32: 12, 64: 20}
 ACTIVE_SHARE: Final = 0.5
 """The published recipe aggregates negative heads that are active on this share of the winners."""
 

@@ -18,7 +18,7 @@ from dosa_ref.guard import dot_error_exact, e4m3_float64, magnitude_exact
 from dosa_ref.scorer import scores_sm90
 from dosa_ref.spec import BOUND_CHAIN_ULPS, FLOAT32_UNIT
 from dosa_ref.trace import load_trace
-from dosa_verify import pruning_study, pruning_variants
+from dosa_verify import pruning_page, pruning_study, pruning_variants
 from dosa_verify.pruning_variants import BLOCK_NORMS, MAKERS, build, form_of
 
 ROOT = Path(dosa_verify.__file__).resolve().parent.parent
@@ -211,17 +211,18 @@ def test_the_page_shows_the_records():
     names = [name for name in page.split("`")[1].split() if name.endswith(".json")]
     records = {path.name: json.loads(path.read_text(encoding="utf-8")) for path in (ROOT / name for name in names)}
     assert set(records) == {path.name for path in RECORDS}
-    assert page == pruning_study.page(records)
+    assert page == pruning_page.page(records)
     for record in records:
         changed = json.loads(json.dumps(records))
         changed[record]["cases"][0]["survivors"]["recipe"]["12"][0] += 7.0
-        assert page != pruning_study.page(changed)
+        assert page != pruning_page.page(changed)
 
 
 @pytest.mark.slow
 def test_a_record_of_one_trace(tmp_path, monkeypatch):
     shutil.copy(BUNDLED, tmp_path / "cut.safetensors")
-    monkeypatch.setattr(pruning_study, "COLUMNS", {64: (8, 20)})
+    for module in (pruning_study, pruning_page):
+        monkeypatch.setattr(module, "COLUMNS", {64: (8, 20)})
     out, page = tmp_path / "study.json", tmp_path / "page.md"
     assert pruning_study.main(["--traces", str(tmp_path), "--topk", "256", "--out", str(out)]) == 0
     record = json.loads(out.read_text())

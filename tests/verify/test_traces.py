@@ -1,6 +1,9 @@
 """Traces on demand: what can be seen without a language model, and the measurements of a trace."""
 
+import dataclasses
 import json
+import math
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +14,11 @@ from typer.testing import CliRunner
 import dosa_verify
 from dosa_ref import bound, quantize, trace
 from dosa_ref.quantize import ScaleFormat
-from dosa_ref.spec import InvalidProblem
+from dosa_ref.spec import BackendUnavailable, InvalidProblem
 from dosa_verify.cli import app
-from dosa_verify.traces import indexer, make, model, stats
+from dosa_verify.traces import indexer, make, model, page, repeat, stats
 
+EVIDENCE = Path(dosa_verify.__file__).resolve().parent.parent / "docs" / "evidence"
 BUNDLED = Path(dosa_verify.__file__).parent / "data" / "en_layer06_h64_cut.safetensors"
 
 
@@ -105,6 +109,51 @@ def test_rotary_dots_depend_on_the_distance_alone(half_split):
     assert float((rope(a, slice(0, 1)) * rope(b, slice(9, 10))).sum()) != pytest.approx(dots[0], abs=1e-3)
 
 
+def test_yarn_keeps_fast_pairs_and_slows_slow_ones_down():
+    """By hand: 64 numbers at base 1e5, trained for 8192 tokens, stretched 16 times."""
+    own = model.rotary(4, 64, 1e5, torch.device("cpu"))
+    stretched = model.rotary(131_072, 64, 1e5, torch.device("cpu"), context=8192)
+    for pair in range(32):
+        frequency = 1e5 ** (-pair / 32)
+        turns = 8192 * frequency / (2 * math.pi)
+        kept = min(max((turns - 1) / 31, 0), 1)
+        expected = frequency * kept + frequency / 16 * (1 - kept)
+        for at in (1, 3, 131_071):
+            assert float(stretched.cos[at, pair]) == pytest.approx(math.cos(at * expected), abs=1e-6)
+            assert float(stretched.sin[at, pair]) == pytest.approx(math.sin(at * expected), abs=1e-6)
+    assert torch.equal(stretched.cos[:4, 0], own.cos[:, 0])
+    assert not torch.equal(stretched.sin[:4, 31], own.sin[:, 31])
+    assert stretched.logit_factor == pytest.approx((0.1 * math.log(16) + 1) ** 2)
+
+
+@pytest.mark.parametrize("length", [8, 64])
+def test_within_the_trained_context_nothing_is_scaled(length):
+    own = model.rotary(length, 64, 1e4, torch.device("cpu"))
+    same = model.rotary(length, 64, 1e4, torch.device("cpu"), context=64)
+    torch.testing.assert_close(same.cos, own.cos, atol=1e-7, rtol=0)
+    assert same.logit_factor == own.logit_factor == 1.0
+
+
+def test_the_logit_factor_is_in_the_attention_and_in_its_target():
+    """One head of 8 numbers against a softmax written out."""
+    random = torch.Generator().manual_seed(5)
+    q, k, v = torch.randn(3, 1, 2, 6, 8, generator=random)
+    hidden = torch.arange(6) > torch.arange(6)[:, None]
+    for factor in (1.0, 2.5):
+        weights = torch.softmax((q @ k.mT * factor / 8**0.5).masked_fill(hidden, -torch.inf), dim=-1)
+        found = model._attention(q, k, v, factor, model.attention_backend(q.device, 8))
+        torch.testing.assert_close(found, weights @ v, atol=1e-5, rtol=1e-5)
+        target = indexer.attention_target(q[0], k[0], hidden, factor)
+        torch.testing.assert_close(target, weights[0].mean(0), atol=1e-6, rtol=1e-5)
+
+
+def test_only_deterministic_operations_are_allowed_again_behind_an_attention():
+    with make.deterministic():
+        model._attention(*torch.randn(3, 1, 2, 4, 8), 1.0, model.attention_backend(torch.device("cpu"), 8))
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
 @pytest.fixture(scope="module")
 def tiny():
     """A language model of one layer and a half with random weights."""
@@ -160,3 +209,117 @@ def test_what_the_pack_cannot_give_is_named(tiny, change, field):
     with pytest.raises(InvalidProblem) as error:
         list(make.make(tiny, **{**ARGUMENTS, **change}))
     assert error.value.field == field
+
+
+def equal(one, other):
+    return all(
+        torch.equal(getattr(one, field).view(torch.uint8), getattr(other, field).view(torch.uint8))
+        for field in ("q", "k", "k_scale", "weights", "ks", "ke")
+    )
+
+
+def test_headers_say_how_positions_were_scaled_and_which_kernel_attended(tiny):
+    (trace_made,) = make.make(tiny, **{**ARGUMENTS, "num_keys": 200})
+    said = trace_made.header["rope_scaling"]
+    assert said.startswith("YaRN: factor 3.125 of 64 tokens, base 10000, ramp from 1 to 32 turns")
+    assert f"logits times {(0.1 * math.log(3.125) + 1) ** 2:.6g}" in said
+    assert trace_made.header["attention"] == "math"
+    assert "YaRN factor 3.125 for 200 tokens" in trace_made.header["model"]
+
+
+def test_training_has_the_tables_and_the_factor_of_the_pass(tiny, monkeypatch):
+    seen = []
+
+    def train(windows, indexers, rope, **rest):
+        seen.append((windows.logit_factor, rope))
+        return [indexer.Training(steps=rest["steps"], first_kl=1.0, last_kl=1.0) for _ in indexers]
+
+    ropes = []
+    run_layers = make.run_layers
+    monkeypatch.setattr(make, "train", train)
+    monkeypatch.setattr(make, "run_layers", lambda *args: ropes.append(args[3]) or run_layers(*args))
+    list(make.make(tiny, **{**ARGUMENTS, "num_keys": 200}))
+    ((factor, turned),) = seen
+    assert len(ropes) == 3  # two training texts, one pass
+    assert all(rope is ropes[0] for rope in ropes)
+    assert factor == ropes[0].logit_factor > 1
+    assert torch.equal(turned.cos, model.rotary(200, 64, 1e4, torch.device("cpu"), context=64).cos)
+
+
+def test_what_else_is_requested_does_not_change_a_trace(tiny):
+    options = make.Options(steps=3, train_keys=64, train_windows=2)
+
+    def request(heads=(8,), keys=(200,), **change):
+        return make.Request(options=dataclasses.replace(options, **change), layers=[1], num_heads=heads, num_keys=keys)
+
+    kinds = [request(heads=(4, 8)), request(seed=1), request(hadamard=True), request(half_split=True), request(steps=0)]
+    together = list(make.make_requests(tiny, kinds, domains=["en"], num_queries=16))
+    assert [t.header["num_heads"] for t in together] == ["4", "8", "8", "8", "8", "8"]
+    assert [t.header["indexer_steps"] for t in together] == ["3", "3", "3", "3", "3", "0"]
+    alone = [
+        next(iter(make.make_requests(tiny, [kind], domains=["en"], num_queries=16))) for kind in (request(), *kinds[1:])
+    ]
+    for one, other in zip(together[1:], alone, strict=True):
+        assert equal(one, other)
+    for place, one in enumerate(alone):
+        assert not any(equal(one, other) for other in alone[place + 1 :])
+    with pytest.raises(InvalidProblem, match="requests"):
+        list(make.make_requests(tiny, [], domains=["en"], num_queries=16))
+
+
+class Process:
+    """A run of `dosa trace make` that is over."""
+
+    def __init__(self, answer, code=0):
+        self.answer, self.returncode = answer, code
+
+    def communicate(self):
+        return self.answer, "no pack"
+
+
+@pytest.mark.parametrize("hashes", [("aa", "aa"), ("aa", "ab")])
+def test_repeated_traces_are_compared_by_their_hashes(hashes, tmp_path, monkeypatch):
+    header = {"attention": "math", "rope_scaling": "none", "pack_sha256": "0"}
+    commands = []
+
+    def start(command, **_):
+        commands.append(command)
+        entry = {"file": "there/t.safetensors", "bytes": 7, "sha256": hashes[len(commands) - 1], "header": header}
+        return Process(json.dumps({"traces": [entry]}))
+
+    monkeypatch.setattr(repeat, "environment", dict)
+    monkeypatch.setattr(subprocess, "Popen", start)
+    out = tmp_path / "r.json"
+    code = repeat.main(["p.safetensors", "--keys", "131072", "--steps", "300", "--commit", "abc", "--out", str(out)])
+    record = json.loads(out.read_text())
+    assert code == (0 if hashes[0] == hashes[1] else 1)
+    assert record["equal"] is (hashes[0] == hashes[1])
+    assert record["traces"] == [{"file": "t.safetensors", "bytes": 7, "sha256": list(hashes)}]
+    assert record["command"] == "python -m dosa_verify.traces.repeat PACK --runs 2 --keys 131072 --steps 300"
+    assert commands[0][2:6] == ["dosa_verify", "trace", "make", "p.safetensors"]
+    assert commands[0][6:10] == ["--keys", "131072", "--steps", "300"]
+    assert commands[0][commands[0].index("--out") + 1] != commands[1][commands[1].index("--out") + 1]
+
+
+def test_a_run_that_fails_says_why(monkeypatch):
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: Process("", code=2))
+    with pytest.raises(BackendUnavailable, match="no pack"):
+        repeat.repeat([Path("p")], 2, [])
+
+
+def test_recorded_traces_repeat():
+    record = json.loads((EVIDENCE / page.HASHES).read_text(encoding="utf-8"))
+    assert record["schema"] == repeat.SCHEMA
+    assert record["equal"] is True
+    assert all(len(entry["sha256"]) >= 2 and len(set(entry["sha256"])) == 1 for entry in record["traces"])
+
+
+def test_the_page_shows_the_records():
+    text = (EVIDENCE.parent / "traces.md").read_text(encoding="utf-8")
+    records = page.read(EVIDENCE)
+    assert text == page.insert(text, page.section(records))
+    changed = json.loads(json.dumps(records))
+    changed[page.LONG]["texts"][0]["loss_bins"][15][2] += 1
+    assert text != page.insert(text, page.section(changed))
+    with pytest.raises(InvalidProblem, match="page"):
+        page.insert(text.replace(page.END, ""), "")
