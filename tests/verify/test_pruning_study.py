@@ -189,6 +189,11 @@ def test_seeds_are_those_of_the_kernels_groups(scene, monkeypatch):
     assert found[name]["reached"] == pytest.approx(100 * (own >= tau).mean(), abs=1e-3)
     assert found[name]["ratio"] == pytest.approx((own >= tau).sum() / topk, abs=1e-3)
     assert found["winners of 1 pilot"]["reached"] >= found[name]["reached"]
+    # A row of the first group takes its own group's pilot alone.
+    first = {entry["strategy"]: entry for entry in pruning_study.seed_quality(scene, topk, [5])}
+    own = scene.scores(5).numpy()
+    seeds = pilots[0][pilots[0] < scene.ke[5]]
+    assert first["winners of 1 pilot"]["ratio"] == pytest.approx((own >= own[seeds].min()).sum() / topk, abs=1e-3)
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)

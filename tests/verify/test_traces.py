@@ -1,6 +1,7 @@
 """Traces on demand: what can be seen without a language model, and the measurements of a trace."""
 
 import dataclasses
+import importlib.util
 import json
 import math
 import subprocess
@@ -15,6 +16,7 @@ import dosa_verify
 from dosa_ref import bound, quantize, trace
 from dosa_ref.quantize import ScaleFormat
 from dosa_ref.spec import BackendUnavailable, InvalidProblem
+from dosa_verify import pruning_page, pruning_study, pruning_variants
 from dosa_verify.cli import app
 from dosa_verify.traces import indexer, make, model, page, repeat, stats
 
@@ -265,6 +267,71 @@ def test_what_else_is_requested_does_not_change_a_trace(tiny):
         assert not any(equal(one, other) for other in alone[place + 1 :])
     with pytest.raises(InvalidProblem, match="requests"):
         list(make.make_requests(tiny, [], domains=["en"], num_queries=16))
+
+
+@pytest.fixture(scope="module")
+def long_record(tiny):
+    """A study of long traces, here of 600 tokens."""
+    sizes = pruning_study.Sizes(
+        domains=["en"], layers=[0, 1], num_heads=[32], lengths=[300, 600], seed_layers=[1], control_layers=[0],
+        queries=20, rows=4, steps=2, topk=32, train_keys=64, train_windows=2,
+    )  # fmt: skip
+    found = {}
+    with pytest.MonkeyPatch.context() as patch, pruning_study.builders(1) as submit:
+        patch.setattr(pruning_study, "load_pack", lambda *_: tiny)
+        patch.setattr(pruning_study, "NEAR", (1,))
+        pruning_study.study_long(
+            [], sizes, torch.device("cpu"), submit, lambda cases, texts: found.update(cases=cases, texts=texts)
+        )
+    record = {"schema": pruning_study.SCHEMA, "environment": {"git_commit": None}, "command": "c", "time_s": 1.0}
+    return {**record, **found}
+
+
+def test_a_study_of_long_traces_measures_every_kind_of_indexer(long_record):
+    cases = long_record["cases"]
+    kinds = [(c["layer"], c["keys"], c["own"], c["indexer"]["seed"], c["indexer"]["steps"]) for c in cases]
+    assert [kind for kind in kinds if kind[2]] == [(layer, keys, True, 0, 2) for layer in (0, 1) for keys in (300, 600)]
+    assert sorted(kind for kind in kinds if not kind[2]) == [
+        (0, 600, False, 0, 0), (0, 600, False, 0, 2), (0, 600, False, 0, 2), (1, 600, False, 1, 2),
+    ]  # fmt: skip
+    for case in cases:
+        whole = case["own"] and case["keys"] == 600
+        assert set(case["survivors"]) == set(pruning_variants.MAKERS if whole else pruning_variants.VARIANTS)
+        assert case["rows"] == (4 if whole else 2)
+        assert bool(case["seeds"]) is case["own"]
+        assert case["trace"] == f"en_layer0{case['layer']}_h32"
+        assert (case["indexer"]["final_kl"] is None) is (case["indexer"]["steps"] == 0)
+    (text,) = long_record["texts"]
+    assert (text["domain"], text["pass_tokens"], text["loss_flat"]) == ("en", "600", "not checked")
+
+
+def test_a_page_of_long_traces_has_their_numbers_and_leaves_shorter_passes_out(long_record):
+    short = json.loads((EVIDENCE / "pruning_traces.json").read_text(encoding="utf-8"))
+    shown = pruning_page.page({"long.json": long_record, "short.json": short})
+    (case,) = [c for c in long_record["cases"] if c["own"] and (c["layer"], c["keys"]) == (1, 600)]
+    assert "No trace of a million keys" not in shown
+    assert "No trace of a million keys" in pruning_page.page({"short.json": short})
+    kept = np.mean(case["survivors"]["recipe"]["12"])
+    assert f"| layer 1 | {case['seed_share']:.2f} |" in shown
+    assert f"**{kept:.2f}** |" in shown
+    shorter = json.loads(json.dumps(long_record))
+    for other in shorter["cases"]:
+        other["keys"] //= 2
+    both = {"long.json": long_record, "shorter.json": shorter}
+    assert pruning_page.main_records(both) == [long_record]
+    assert pruning_page.main_records({"short.json": short}) == []
+
+
+def test_pictures_need_matplotlib(long_record, tmp_path):
+    if importlib.util.find_spec("matplotlib") is None:
+        with pytest.raises(BackendUnavailable, match="matplotlib"):
+            pruning_page.draw({"long.json": long_record}, tmp_path)
+    else:
+        pruning_page.draw({"long.json": long_record}, tmp_path)
+        assert {path.name for path in tmp_path.iterdir()} == {
+            pruning_page.COLUMNS_PICTURE,
+            pruning_page.LENGTHS_PICTURE,
+        }
 
 
 class Process:
