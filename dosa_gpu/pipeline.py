@@ -1,9 +1,10 @@
 """The stages of the prefill path, in order, for one call.
 
-Rows go through in blocks, keys in ascending chunks. For each block: seeds and ``tau``, query preparation, then per
-chunk the bound pass (or a dense filter), compaction, rescoring and emit; at the end the exact top-K of what was
-emitted. Rows that this does not serve (short ones, unusable ones, ones whose survivors did not fit) are scored densely
-at the end of the call. ``tau`` may rise between chunks: the K-th score of what was emitted is one of genuine keys too.
+Rows go through in blocks, keys in ascending chunks. For each block: thresholds ``tau`` guessed from a sample of the
+keys, query preparation, then per chunk the bound pass (or a dense filter), compaction, rescoring and emit; at the end
+the exact top-K of what was emitted. A guess is good if K keys reach it, which the end of the block checks. Rows that
+this does not serve (short ones, unusable ones, ones whose survivors did not fit or whose guess was too high) are scored
+densely at the end of the call. ``tau`` may rise between chunks to the K-th best score of what was emitted.
 
 The host does not wait for the device inside a block: it reads what became of a block's rows while the next block runs.
 """
@@ -27,6 +28,7 @@ from dosa_gpu.kernels.mark_seeds import launch_mark_seeds
 from dosa_gpu.kernels.open_rows import launch_open_rows
 from dosa_gpu.kernels.rescore import launch_rescore
 from dosa_gpu.kernels.row_bound import NON_FINITE, TOO_LARGE
+from dosa_gpu.kernels.sample import launch_sample
 from dosa_gpu.kernels.sample_keys import launch_sample_keys
 from dosa_gpu.kernels.score import launch_score
 from dosa_gpu.kernels.score_lists import launch_score_lists
@@ -39,10 +41,10 @@ from dosa_ref.spec import Fallback, Mode
 
 PRUNING = (Mode.PRUNE, Mode.BOTH)
 """Modes with the bound pass."""
-PILOTS_FROM = 3
-"""With fewer rows than this a pilot costs more than it saves."""
 HALF_SAMPLE = 32
 """Keys just below ``tau``, and keys anywhere, on which the heads of a row are measured."""
+HARD_RANKS = 4
+"""Keys just below ``tau`` are those of up to so many times its rank."""
 GIVE_UP_ABOVE = 0.5
 """On the automatic path, share of rescored pairs above which the following rows go without the bound."""
 
@@ -201,79 +203,104 @@ def dense_rows(rows: Rows, keys: Keys, topk: int, chunk: int, workspace: Workspa
 
 @dataclasses.dataclass(slots=True, kw_only=True)
 class Seeded:
-    """Seeds of a block of rows with their scores.
+    """Thresholds of a block of rows, and the scored keys that they come from.
 
     Attributes:
-        lists: ``[ceil(rows / rows_per_list), n]`` int32, distinct keys; as many as there are scores.
-        score: ``[rows, n]`` float32, NaN where there is no seed.
+        lists: ``[ceil(rows / rows_per_list), n]`` int32, distinct keys.
         rows_per_list: consecutive rows that share a list.
-        tau: ``[rows]`` float32, the K-th best score; NaN for a row with fewer seeds.
-        count: ``[rows]`` int32, seeds with a score.
-        pilots: places of rows that were scored densely for their winners.
+        score: ``[rows, n]`` float32, scores in the places ``start .. end`` (NaN: none), anything elsewhere.
+        start, end: ``[rows]`` int32.
+        tau: ``[rows]`` float32; NaN for a row with too few scores.
+        hard: ``[rows]`` float32, a score somewhat below ``tau``.
+        count: ``[rows]`` int32, keys with a score.
+        guessed: whether it is left to chance that K keys reach ``tau``; else the K best of the scored keys do.
     """
 
     lists: torch.Tensor
-    score: torch.Tensor
     rows_per_list: int
+    score: torch.Tensor
+    start: torch.Tensor
+    end: torch.Tensor
     tau: torch.Tensor
+    hard: torch.Tensor
     count: torch.Tensor
-    pilots: Places
+    guessed: bool
 
     def sample(self, rows: Rows) -> torch.Tensor:
         """Keys that steer the choice of columns, int32 ``[rows, 2 * HALF_SAMPLE]``, -1 for none."""
         sample = torch.empty(len(rows), 2 * HALF_SAMPLE, dtype=torch.int32, device=self.score.device)
-        launch_sample_keys(self.lists, self.score, self.tau, rows.ks, rows.ke, self.rows_per_list, sample)
+        launch_sample_keys(
+            self.lists, self.score, self.start, self.end, self.tau, self.hard, rows.ks, rows.ke, self.rows_per_list,
+            sample,
+        )  # fmt: skip
         return sample
 
 
-def _seeded(lists: torch.Tensor, score: torch.Tensor, rows_per_list: int, topk: int, pilots: Places) -> Seeded:
-    rows, device = len(score), score.device
-    tau = torch.empty(rows, dtype=torch.float32, device=device)
-    count = torch.empty(rows, dtype=torch.int32, device=device)
-    launch_kth(score, topk, tau, count)
-    return Seeded(lists=lists, score=score, rows_per_list=rows_per_list, tau=tau, count=count, pilots=pilots)
+def _seeded(
+    lists: torch.Tensor, rows_per_list: int, score: torch.Tensor, windows: tuple[torch.Tensor, ...], *, guessed: bool
+) -> Seeded:
+    start, end, rank = windows
+    tau, hard = (torch.empty(len(score), dtype=torch.float32, device=score.device) for _ in range(2))
+    count = torch.empty(len(score), dtype=torch.int32, device=score.device)
+    launch_kth(score, start, end, rank, HARD_RANKS, tau, hard, count)
+    return Seeded(
+        lists=lists, rows_per_list=rows_per_list, score=score, start=start, end=end, tau=tau, hard=hard, count=count,
+        guessed=guessed,
+    )  # fmt: skip
+
+
+def _whole(score: torch.Tensor, topk: int) -> tuple[torch.Tensor, ...]:
+    """All places of the lists count, and the K-th score is wanted."""
+    start, end, rank = (
+        torch.full((len(score),), value, dtype=torch.int32, device=score.device) for value in (0, score.shape[1], topk)
+    )
+    return start, end, rank
+
+
+def guess(rows: Rows, keys: Keys, topk: int, plan: PrefillPlan, workspace: Workspace) -> Seeded:
+    """Guess thresholds from a sample of the keys that all rows share."""
+    low, high = rows.span()
+    count = min(plan.sample, high - low)
+    place = workspace.take((count,), torch.int32)
+    code = workspace.take((count, keys.k.shape[1]), torch.uint8)
+    scale = workspace.take((count,), torch.float32)
+    windows = tuple(torch.empty_like(rows.ks) for _ in range(3))
+    launch_sample(
+        keys.k.view(torch.uint8), keys.k_scale, rows.ks, rows.ke, low, high, topk, (place, code, scale), windows
+    )
+    score = workspace.take((len(rows), count), torch.float32)
+    start, end, _ = windows
+    launch_score(rows.q, code.view(keys.k.dtype), scale, rows.weights, start, end, scale, score, 0, count)
+    return _seeded(place[None], len(rows), score, windows, guessed=count < high - low)
 
 
 def seed_groups(
-    rows: Rows, keys: Keys, topk: int, plan: PrefillPlan, hints: torch.Tensor | None, workspace: Workspace
+    rows: Rows, keys: Keys, topk: int, plan: PrefillPlan, hints: torch.Tensor, workspace: Workspace
 ) -> Seeded:
-    """Seeds shared by groups of rows: winners of pilot rows (or the hints), the newest keys, an even sample.
-
-    Pilots are single rows that are scored densely, one in the middle of each group. They are not needed with hints.
-    """
+    """Seeds shared by groups of rows: the hints, the newest keys, an even sample."""
     device, total = rows.q.device, len(rows)
-    first = np.arange(0, total, GROUP_ROWS)
-    groups = len(first)
-    if hints is None:
-        pilots = (first + np.minimum(first + GROUP_ROWS, total) - 1) // 2
-        near = min(plan.pilots_near, groups)
-        winners, _, count = dense_rows(rows.pick(pilots), keys, topk, plan.pilot_chunk, workspace).now
-    else:
-        pilots = first[:0]
-        near = 1
-        winners, count = hints[None, : plan.pilots_near * topk], None
+    groups = -(-total // GROUP_ROWS)
+    hints = hints[: plan.most_hints]
     _, high = rows.span()
-    width = near * winners.shape[1] + plan.newest + plan.spread
+    width = len(hints) + plan.newest + plan.spread
     words = workspace.take((groups, -(-high // 32)), torch.int32).zero_()
     start, end, listed = (torch.empty(groups, dtype=torch.int32, device=device) for _ in range(3))
-    launch_mark_seeds(
-        winners, count, rows.ks, rows.ke, near, plan.newest, plan.spread, GROUP_ROWS, words, start, end
-    )  # fmt: skip
+    launch_mark_seeds(hints, rows.ks, rows.ke, plan.newest, plan.spread, GROUP_ROWS, words, start, end)
     lists = workspace.take((groups, width), torch.int32)
     launch_compact(words, start, end, lists, listed, 0, high)
     score = workspace.take((total, width), torch.float32)
     launch_score_lists(rows.q, keys.k, keys.k_scale, rows.weights, rows.ks, rows.ke, lists, listed, GROUP_ROWS, score)
-    return _seeded(lists, score, GROUP_ROWS, topk, pilots)
+    return _seeded(lists, GROUP_ROWS, score, _whole(score, topk), guessed=False)
 
 
 def seed_rows(rows: Rows, keys: Keys, topk: int, plan: PrefillPlan, workspace: Workspace) -> Seeded:
     """Seeds of each row's own: its newest keys and an even sample of the others."""
     seed = own_seeds(rows.ks, rows.ke, plan.own_seeds)
     score = workspace.take(tuple(seed.shape), torch.float32)
-    every = torch.full_like(rows.ks, seed.shape[1])
-    launch_rescore(rows.q, keys.k, keys.k_scale, rows.weights, seed.clamp(min=0), every, score)
+    start, end, rank = _whole(score, topk)
+    launch_rescore(rows.q, keys.k, keys.k_scale, rows.weights, seed.clamp(min=0), end, score)
     score.masked_fill_(seed < 0, torch.nan)
-    return _seeded(seed, score, 1, topk, np.empty(0, np.int64))
+    return _seeded(seed, 1, score, (start, end, rank), guessed=False)
 
 
 def choose_columns(
@@ -329,16 +356,16 @@ class Flight:
 
     Attributes:
         places: its rows.
-        pilots: those among them that were scored densely for their winners.
         own: whether each row had seeds of its own.
+        guesses: ``[rows]`` float32, their thresholds if these were guesses, else None.
         pruning: whether the bound pass looked at them.
         numbers: int32 ``[3, >= rows]`` in host memory, on its way: state, seeds with a score, survivors.
         landed: after which ``numbers`` may be read, or None.
     """
 
     places: Places
-    pilots: Places
     own: bool
+    guesses: torch.Tensor | None
     pruning: bool
     numbers: torch.Tensor
     landed: torch.cuda.Event | None
@@ -348,6 +375,23 @@ class Flight:
         if self.landed is not None:
             self.landed.synchronize()
         return self.numbers.numpy()[:, : len(self.places)]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Landed:
+    """Rows of a block that were not served.
+
+    Attributes:
+        poor: those that want seeds of their own.
+        dense: those to be scored densely.
+        high: the same, since too few of their keys seemed to reach a guess.
+        tau: guesses of these, float32 on the device; None if there are none.
+    """
+
+    poor: Places
+    dense: Places
+    high: Places
+    tau: torch.Tensor | None
 
 
 def _send_home(numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
@@ -483,8 +527,10 @@ class _Call:
         self.on_stage("seeds")
         if own:
             seeded = seed_rows(part, self.keys, self.topk, plan, workspace)
-        else:
+        elif self.hints is not None:
             seeded = seed_groups(part, self.keys, self.topk, plan, self.hints, workspace)
+        else:
+            seeded = guess(part, self.keys, self.topk, plan, workspace)
         sample = None
         if mode in PRUNING:
             sample = seeded.sample(part)
@@ -506,21 +552,17 @@ class _Call:
         self._finish(running, seeded.tau, state, places)
         there, landed = _send_home(numbers)
         return Flight(
-            places=places, pilots=seeded.pilots, own=own, pruning=sample is not None, numbers=there, landed=landed
-        )
+            places=places, own=own, guesses=seeded.tau if seeded.guessed else None, pruning=sample is not None,
+            numbers=there, landed=landed,
+        )  # fmt: skip
 
-    def settle(self, flight: Flight) -> tuple[Places, Places]:
-        """Read what became of a block: rows that want seeds of their own, and rows to be scored densely."""
+    def settle(self, flight: Flight) -> Landed:
+        """Read what became of a block."""
         places, report = flight.places, self.report
         state, seeds, survivors = flight.read()
         good = state == 0
-        for code, reason in REASONS.items() if not good.all() else ():
-            if flight.own or code != TOO_FEW_SEEDS:
-                report.note(reason, places[state == code])
         visible = self.visible[places]
         rescored = seeds.astype(np.int64) + survivors if flight.pruning else visible.copy()
-        # Pilots were scored densely too.
-        rescored[flight.pilots] = visible[flight.pilots]
         served = places[good]
         report.rescored[served] = np.minimum(rescored, visible)[good]
         report.survivors[served] = survivors[good]
@@ -528,21 +570,37 @@ class _Call:
         did_not_pay = report.rescored[places].sum() > GIVE_UP_ABOVE * visible.sum()
         if self.may_give_up and self.mode is Mode.BOTH and did_not_pay:
             self.give_up()
-        poor = state == TOO_FEW_SEEDS
-        if flight.own:
-            return places[:0], places[~good]
-        return places[poor], places[~good & ~poor]
+        nothing = np.zeros_like(good)
+        high = state == THRESHOLD_NOT_MET if flight.guesses is not None else nothing
+        poor = nothing if flight.own else state == TOO_FEW_SEEDS
+        rest = ~(good | high | poor)
+        for code, reason in REASONS.items() if rest.any() else ():
+            report.note(reason, places[rest & (state == code)])
+        tau = None
+        if flight.guesses is not None and high.any():
+            tau = flight.guesses[torch.from_numpy(high).to(flight.guesses.device)]
+        return Landed(poor=places[poor], dense=places[rest], high=places[high], tau=tau)
 
     def give_up(self) -> None:
         """Go on without the bound: it does not pay on these rows."""
         self.mode = None
 
-    def dense(self, places: Places) -> None:
-        """Select for these rows from all their keys."""
+    def dense(self, places: Places, guesses: torch.Tensor | None = None) -> None:
+        """Select for these rows from all their keys.
+
+        Args:
+            places: the rows.
+            guesses: ``[rows]`` float32, thresholds that too few keys seemed to reach. Where K keys do reach one, a
+                stage lost keys, which is a fault and reported as such.
+        """
         self.workspace.reset()
         self.on_stage("dense")
         running = dense_rows(self.rows.pick(places), self.keys, self.topk, self.plan.dense_chunk, self.workspace)
         self._finish(running, None, None, places)
+        if guesses is not None:
+            lost = (running.kth() >= guesses).cpu().numpy()
+            self.report.note(Fallback.THRESHOLD_NOT_MET, places[lost])
+            self.report.note(Fallback.GUESS_TOO_HIGH, places[~lost])
 
     def _finish(
         self, running: RunningTopK, tau: torch.Tensor | None, state: torch.Tensor | None, places: Places
@@ -594,14 +652,17 @@ def run(
 
     poor: list[Places] = []
     dense: list[Places] = []
+    guesses: list[tuple[Places, torch.Tensor]] = []
     flights: collections.deque[Flight] = collections.deque()
 
     def settle() -> None:
         flight = flights.popleft()
-        few_seeds, others = call.settle(flight)
-        poor.append(few_seeds)
-        dense.append(others)
-        advance(len(flight.places) - len(few_seeds) - len(others))
+        landed = call.settle(flight)
+        poor.append(landed.poor)
+        dense.append(landed.dense)
+        if landed.tau is not None:
+            guesses.append((landed.high, landed.tau))
+        advance(len(flight.places) - len(landed.poor) - len(landed.dense) - len(landed.high))
 
     everything = np.arange(total)
     for block in _split(everything, plan.max_rows) if mode not in (None, Mode.BASE) else ():
@@ -613,9 +674,6 @@ def run(
         dense.append(block[~is_long])
         block = block[is_long]
         if call.mode is not None and len(block):
-            if hints is None and len(block) < PILOTS_FROM:
-                poor.append(block)
-                continue
             flight = call.launch(block, own=False)
             if flight is not None:
                 flights.append(flight)
@@ -637,5 +695,8 @@ def run(
         settle()
     for some in _split(np.sort(np.concatenate(dense)), plan.max_rows):
         call.dense(some)
+        advance(len(some))
+    for some, tau in guesses:
+        call.dense(some, tau)
         advance(len(some))
     return call.out_index, call.out_score, call.report

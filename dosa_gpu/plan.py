@@ -24,10 +24,10 @@ PREPARE_COST = {
     32: {8: 0.7, 12: 0.75, 16: 0.85, 20: 1.1, 24: 1.2, 32: 1.4},
     64: {8: 1.4, 12: 1.5, 16: 1.7, 20: 2.2, 24: 2.4, 32: 2.9},
 }
-SEED_COST = {32: 1.1e-4, 64: 2.0e-4}
-"""For each seed."""
+SAMPLE_COST = {32: 0.6e-4, 64: 1.0e-4}
+"""For each key of the sample."""
 SELECT_COST = 1.0
-"""K-th score of the seeds, emit, top-K of what was emitted."""
+"""Ranks in the sample, emit, top-K of what was emitted."""
 TRIAL_MS = 2.5
 """For a call: what it takes to find out whether the bound pays."""
 LEAST_GAIN = 0.7
@@ -48,21 +48,19 @@ CAPACITY_SHARE = 5
 """A row's survivor buffer holds one key in so many of a chunk."""
 MIN_LIST = 2048
 GROUP_ROWS = 128
-"""Rows that share a list of seeds; one of them is the group's pilot, scored densely."""
-PILOT_SHARE = 8
-"""One part in so many of the workspace is for the pilots' logits."""
+"""Rows that share a list of seeds, where there are hints."""
 OWN_SHARE = 4
 """Rows with seeds of their own go in blocks of one part in so many of the usual size."""
 TRIAL_ROWS = 8
 """Rows on which the number of columns is tried."""
 
-PILOTS_NEAR = 2
-"""Pilots whose winners a group of rows takes as seeds."""
-PILOTS_NEAR_LONG = 4
-"""The same from ``LONG_KEYS`` keys on, where more seeds are a smaller share of the scan."""
-LONG_KEYS = 2**19
+SAMPLE_SHARE = 64
+"""Thresholds are guessed from one key in so many, within these limits:"""
+LEAST_SAMPLE, MOST_SAMPLE = 256, 16384
+MOST_HINTS = 2
+"""Hints are taken up to so many times K."""
 LEAST_SEEDS = 64
-"""Newest keys, and keys of an even sample, that a list of seeds holds at least."""
+"""Newest keys, and keys of an even sample, that are seeds beside hints at least."""
 
 FIXED_BYTES = 2**20
 """What the small per-call tensors take."""
@@ -109,11 +107,12 @@ class PrefillPlan:
         column_choices: dot columns per row in the bound pass; with more than one, those that a trial measures.
         max_rows: rows that one block of work may hold.
         key_chunk: keys that one bound pass or filter covers, a multiple of 64.
-        dense_chunk, pilot_chunk: keys whose logits are held at once, for rows that are scored densely and for pilots.
+        dense_chunk: keys whose logits are held at once, for rows that are scored densely.
         capacity: survivors that one row's buffer holds per chunk.
         list_capacity: emitted keys that one row's list holds before they are merged.
-        pilots_near: pilots whose winners a group takes as seeds.
-        newest, spread: newest keys, and keys of an even sample, in a group's list of seeds.
+        sample: keys from which thresholds are guessed.
+        most_hints: hints that are seeds.
+        newest, spread: newest keys, and keys of an even sample, that are seeds beside hints.
         own_seeds: seeds of a row that has a list of its own.
         workspace_bytes: upper limit of what the buffers of one block take.
         needed_bytes: what they take at most in this call.
@@ -126,10 +125,10 @@ class PrefillPlan:
     max_rows: int
     key_chunk: int
     dense_chunk: int
-    pilot_chunk: int
     capacity: int
     list_capacity: int
-    pilots_near: int
+    sample: int
+    most_hints: int
     newest: int
     spread: int
     own_seeds: int
@@ -154,8 +153,7 @@ class PrefillPlan:
         after = RESCORE_COST[self.num_heads] * shares
         if peaks is not None:
             after = np.where(peaks > self.capacity / self.key_chunk, DENSE_COST[self.num_heads], after)
-        seeds = SEED_COST[self.num_heads] * (self.pilots_near * self.topk + self.newest + self.spread)
-        once = PREPARE_COST[self.num_heads][columns] + seeds + SELECT_COST
+        once = PREPARE_COST[self.num_heads][columns] + SAMPLE_COST[self.num_heads] * self.sample + SELECT_COST
         return float((BOUND_COST[columns] + after.mean()) * self.num_keys / 2**17 + once)
 
     def may_pay(self, num_rows: int) -> bool:
@@ -236,19 +234,16 @@ def plan_prefill(
         raise UnsupportedConfiguration(f"columns: got {columns}, the bound kernel has tiles for {SUPPORTED_COLUMNS}")
     own_seeds = min(max(num_keys // 16, topk + topk // 2 + 1), 6 * topk)
     newest = max(LEAST_SEEDS, topk // 2)
-    near = PILOTS_NEAR_LONG if num_keys >= LONG_KEYS else PILOTS_NEAR
-    seeds = near * topk + 2 * newest
+    most_hints = MOST_HINTS * topk
+    sample = max(LEAST_SAMPLE, min(MOST_SAMPLE, -(-num_keys // SAMPLE_SHARE // 64) * 64))
+    seeds = max(most_hints + 2 * newest, sample)
     key_chunk = max(64, min(KEY_CHUNK, -(-num_keys // 64) * 64))
     groups = -(-min(max(num_rows, 1), MAX_ROWS) // GROUP_ROWS)
     # Norm and scale of every key, a running top-K.
     fixed = 8 * num_keys + FIXED_BYTES + topk_scratch(device_type, topk)
-    pilot_chunk = key_chunk
     if mode is not None and mode is not Mode.BASE:
-        # The pilots' logits and top-K, the groups' seeds as bits and as lists, the trial's bits.
-        pilot = num_heads * (HEAD_DIM + 4) + 2 * (8 * topk + 4)
-        room = workspace_bytes // PILOT_SHARE // (4 * groups) // 64 * 64
-        pilot_chunk = max(MIN_KEY_CHUNK, min(room, -(-num_keys // 64) * 64))
-        fixed += groups * (pilot + 4 * pilot_chunk + num_keys // 8 + 4 * seeds + 64)
+        # The sample, the groups' seeds as bits and as lists, the trial's bits.
+        fixed += sample * (HEAD_DIM + 8) + groups * (num_keys // 8 + 4 * seeds + 64)
         fixed += TRIAL_ROWS * (num_keys // 8 + num_heads * 512)
     while True:
         capacity = survivor_capacity or min(key_chunk, max(MIN_CAPACITY, 4 * topk, key_chunk // CAPACITY_SHARE))
@@ -278,10 +273,10 @@ def plan_prefill(
         max_rows=int(min(rows, MAX_ROWS)),
         key_chunk=key_chunk,
         dense_chunk=dense_chunk,
-        pilot_chunk=pilot_chunk,
         capacity=capacity,
         list_capacity=list_capacity,
-        pilots_near=near,
+        sample=sample,
+        most_hints=most_hints,
         newest=newest,
         spread=newest,
         own_seeds=own_seeds,

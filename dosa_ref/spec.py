@@ -141,10 +141,12 @@ class Fallback(enum.Enum):
     """Fewer than ``topk`` distinct seeds with a score that is not NaN."""
     SURVIVOR_OVERFLOW = "survivor_overflow"
     """More survivors or emitted keys than the buffers hold: the row (in the reference, the chunk) was scored again."""
+    GUESS_TOO_HIGH = "guess_too_high"
+    """Fewer than ``topk`` keys reach the threshold that was guessed from a sample: the row was scored densely."""
     SLACK_BOUND = "slack_bound"
     """Automatic path only: the rows before this one had most of their keys rescored, so this one was scored densely."""
     THRESHOLD_NOT_MET = "threshold_not_met"
-    """The final K-th score is below ``tau``: an internal fault, the row was recomputed from all keys."""
+    """Too few keys were found at a ``tau`` that K keys do reach: an internal fault. The row was scored again."""
 
 
 class Outcome(enum.Enum):

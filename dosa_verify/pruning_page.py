@@ -82,6 +82,7 @@ def page(records: Mapping[str, Mapping[str, Any]]) -> str:
             for entry in _seeds([case for case in own if case["layer"] == layer and case["keys"] == longest])
             if entry["kernels"]
         ],
+        guessed=any(entry["strategy"].startswith("guess") for case in own for entry in case["seeds"]),
         bounds=bounds,
         bound_worst=max((entry["seeds"]["4"]["worst"] for entry in bounds), default=None),
         bound_aim=all(b["seeds"]["4"]["ratio"] <= SEED_RATIO and b["seeds"]["4"]["cost"] <= SEED_COST for b in bounds),

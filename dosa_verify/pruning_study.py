@@ -21,6 +21,7 @@ import contextlib
 import dataclasses
 import functools
 import json
+import math
 import multiprocessing
 import os
 import re
@@ -35,7 +36,7 @@ import numpy.typing as npt
 import torch
 from scipy.optimize import nnls
 
-from dosa_gpu.plan import GROUP_ROWS, plan_prefill
+from dosa_gpu.plan import plan_prefill
 from dosa_ref.formats import encode_e4m3_array
 from dosa_ref.guard import dot_error, e4m3_float64
 from dosa_ref.problem import PrefillProblem
@@ -79,7 +80,7 @@ TOPK: Final = 2048
 LAYERS: Final = (0, 6, 12, 17)
 LENGTHS: Final = (131_072, 262_144, 524_288, 786_432, 1_048_576)
 QUERIES: Final = 1024
-"""Queries of a long trace: eight groups that share seeds in the kernels."""
+"""Queries of a long trace: eight groups that share seeds."""
 ROWS: Final = 8
 """Rows measured at the longest length; half of them at shorter ones and in the controls."""
 SEED_LAYERS: Final = (6, 17)
@@ -89,7 +90,11 @@ CONTROL_LAYERS: Final = (12,)
 BOUND_SEEDS: Final = (1, 2, 4)
 """Keys of the largest bounds that are scored first, in units of K."""
 NEAR: Final = (1, 2, 4, 8)
-"""Pilots whose winners a group of rows takes as seeds, beside the kernels' own number."""
+"""Pilots whose winners a group of rows takes as seeds."""
+PILOT_ROWS: Final = 128
+"""Rows of a group, one of which is its pilot."""
+GUESS_SPREADS: Final = 4.5
+GUESS_MORE: Final = 2.0
 
 Floats = npt.NDArray[np.float64]
 Bounds = Callable[[], list[Form]]
@@ -337,12 +342,24 @@ def _keys_at(scene: Scene, places: npt.NDArray[np.int64]) -> npt.NDArray[Any]:
 # Seeds
 
 
+def guess_rank(drawn: int, visible: int, topk: int) -> int:
+    """Rank in a sample whose score is taken as ``tau``, as in ``dosa_gpu.kernels.sample``.
+
+    It is the expected rank of the K-th best key, and ``GUESS_SPREADS`` standard deviations more.
+    """
+    if drawn == visible:
+        return topk
+    expected, left = drawn * topk / visible, 1 - drawn / visible
+    return math.ceil(expected + GUESS_SPREADS * math.sqrt(expected * left) + GUESS_MORE * left)
+
+
 def seed_quality(scene: Scene, topk: int, places: Sequence[int]) -> list[dict[str, Any]]:
     """What share of the keys reaches ``tau``, and at what cost, by the choice of seeds.
 
-    A group of ``GROUP_ROWS`` rows shares the winners of some pilots, single rows in the middle of the groups nearest to
-    it that are scored densely, its newest keys and an even sample of the others, as ``dosa_gpu.pipeline.seed_groups``
-    does. The cost is in dense scans of the row's keys: what a row pays of its group's pilot, and its seeds.
+    A group of ``PILOT_ROWS`` rows shares the winners of some pilots, single rows in the middle of the groups nearest to
+    it that are scored densely, its newest keys and an even sample of the others. A guess is the score of a rank in a
+    random sample of the keys; it is too high (``failed``, and not counted elsewhere) if fewer than ``topk`` keys reach
+    it. The cost is in dense scans of the row's keys: what a row pays of its group's pilot, and its seeds.
 
     Args:
         scene: the problem.
@@ -351,11 +368,11 @@ def seed_quality(scene: Scene, topk: int, places: Sequence[int]) -> list[dict[st
 
     Returns:
         Per strategy means over the rows: ``cost`` and ``reached`` in percent of the visible keys, ``ratio`` to the
-        share of the top K and its largest, ``worst``; ``kernels`` marks the strategy of ``dosa_gpu.plan``.
+        share of the top K and its largest, ``worst``; ``failed`` guesses; ``kernels`` marks what the kernels do.
     """
     total, length = len(scene.q), len(scene.keys)
-    first = np.arange(0, total, GROUP_ROWS)
-    middles = (first + np.minimum(first + GROUP_ROWS, total) - 1) // 2
+    first = np.arange(0, total, PILOT_ROWS)
+    middles = (first + np.minimum(first + PILOT_ROWS, total) - 1) // 2
     pilots = [_winners(scene, row, topk) for row in middles.tolist()]
     plan = plan_prefill(
         device_type="cuda", num_heads=scene.num_heads, num_rows=4096, num_keys=length, topk=topk, mode=None,
@@ -363,38 +380,38 @@ def seed_quality(scene: Scene, topk: int, places: Sequence[int]) -> list[dict[st
     )  # fmt: skip
 
     def shared(row: int, near: int, newest: int, spread: int) -> torch.Tensor:
-        group = row // GROUP_ROWS
-        rows = slice(group * GROUP_ROWS, min(total, (group + 1) * GROUP_ROWS))
+        group = row // PILOT_ROWS
+        rows = slice(group * PILOT_ROWS, min(total, (group + 1) * PILOT_ROWS))
         low, high = int(scene.ks[rows].min()), int(scene.ke[rows].max())
         start = min(max(group - near // 2, 0), len(pilots) - near)
         late = torch.arange(high - newest, high)
         even = low + torch.arange(spread) * (high - low) // max(spread, 1)
         return torch.cat([*pilots[start : start + near], torch.cat([late, even]).to(scene.keys.device)])
 
-    strategies: dict[str, tuple[Callable[[int], torch.Tensor], float, bool]] = {}
-    kernels = (min(plan.pilots_near, len(pilots)), plan.newest, plan.spread)
-    for near in sorted({*NEAR, plan.pilots_near}):
+    strategies: dict[str, tuple[Callable[[int], torch.Tensor], float]] = {}
+    for near in NEAR:
         if near > len(pilots):
             continue
         words = f"winners of {near} pilot{'s' if near > 1 else ''}"
         for newest, spread in ((0, 0), (plan.newest, plan.spread)):
             name = f"{words}, {newest} newest, {spread} spread" if newest else words
             choose: Callable[[int], torch.Tensor] = functools.partial(shared, near=near, newest=newest, spread=spread)
-            strategies[name] = (choose, 1 / GROUP_ROWS, (near, newest, spread) == kernels)
+            strategies[name] = (choose, 1 / PILOT_ROWS)
     several = 4 * topk
-    strategies[f"{several} newest"] = (lambda row: torch.arange(scene.ke[row] - several, scene.ke[row]), 0.0, False)
+    strategies[f"{several} newest"] = (lambda row: torch.arange(scene.ke[row] - several, scene.ke[row]), 0.0)
     strategies[f"even sample of {several}"] = (
         lambda row: scene.ks[row] + torch.arange(several) * int(scene.ke[row] - scene.ks[row]) // several,
         0.0,
-        False,
     )
-    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in strategies}
+    kernels = f"guess from a sample of {min(plan.sample, length)}"
+    found: dict[str, list[tuple[float, float, float]]] = {name: [] for name in (*strategies, kernels)}
+    failed = 0
     for row in places:
         ks, ke = int(scene.ks[row]), int(scene.ke[row])
         if ke - ks <= topk:
             continue
         own = scene.scores(row)
-        for name, (choose, pilot, _) in strategies.items():
+        for name, (choose, pilot) in strategies.items():
             seeds = torch.unique(choose(row).to(own.device))
             seeds = seeds[(seeds >= ks) & (seeds < ke)]
             if len(seeds) < topk:
@@ -402,15 +419,26 @@ def seed_quality(scene: Scene, topk: int, places: Sequence[int]) -> list[dict[st
             tau = own[seeds - ks].topk(topk).values[-1]
             reached = float((own >= tau).double().mean())
             found[name].append((pilot + len(seeds) / len(own), reached, reached * len(own) / topk))
+        drawn = min(plan.sample, len(own))
+        some = np.random.default_rng(row).permutation(len(own))[:drawn]
+        rank = guess_rank(drawn, len(own), topk)
+        if rank <= drawn:
+            tau = own[torch.from_numpy(some).to(own.device)].topk(rank).values[-1]
+            reached = float((own >= tau).double().mean())
+            if reached * len(own) < topk:
+                failed += 1
+            else:
+                found[kernels].append((drawn / len(own), reached, reached * len(own) / topk))
     return [
         {
             "strategy": name,
-            "kernels": strategies[name][2],
+            "kernels": name == kernels,
             "rows": len(entries),
             "cost": round(100 * float(np.mean([entry[0] for entry in entries])), 3),
             "reached": round(100 * float(np.mean([entry[1] for entry in entries])), 4),
             "ratio": round(float(np.mean([entry[2] for entry in entries])), 3),
             "worst": round(max(entry[2] for entry in entries), 3),
+            **({"failed": failed} if name == kernels else {}),
         }
         for name, entries in found.items()
         if entries

@@ -9,7 +9,7 @@ OVERFLOW = 16
 _OVERFLOW = tl.constexpr(OVERFLOW)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride", "capacity"])
 def _append_kernel(
     index_ptr,  # [rows, stride] i32
     score_ptr,  # [rows, stride] f32

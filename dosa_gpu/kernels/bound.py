@@ -174,7 +174,7 @@ def _below_tau(
     return total * scale[:, None] < tau[None, :]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "chunk_start", "chunk_end", "out_stride"])
 def _bound_kernel(
     column_ptr,  # [rows, COLUMNS + MORE, 128] e4m3
     coefficient_ptr,  # [rows, COLUMNS + MORE] f32

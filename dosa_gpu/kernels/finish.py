@@ -9,7 +9,7 @@ _TOO_FEW_SEEDS = tl.constexpr(TOO_FEW_SEEDS)
 _THRESHOLD_NOT_MET = tl.constexpr(THRESHOLD_NOT_MET)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["topk"])
 def _finish_kernel(
     index_ptr,  # [rows, topk] i32
     score_ptr,  # [rows, topk] f32

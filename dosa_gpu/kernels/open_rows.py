@@ -6,7 +6,7 @@ import triton.language as tl
 TILE = 256
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _open_rows_kernel(
     tau_ptr,  # [rows] f32
     ks_ptr,  # [rows] i32

@@ -9,12 +9,14 @@ from dosa_gpu.plan import tile_keys
 
 PROGRAMS = 8192
 """Programs that a launch is divided into, as far as there are tiles for them."""
+MAX_STEP = 8192
+"""Most keys between two tiles of a program: what the lemma on offsets allows beyond the end of a list."""
 
 OPTIONS = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": False}
 """Compiler options: fp fusion off, since the contract says which products are fused."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride"])
 def _rescore_kernel(
     q_ptr,  # [rows, HEADS, 128] e4m3
     k_ptr,  # [num_keys, 128] e4m3
@@ -64,7 +66,7 @@ def launch_rescore(q, k, k_scale, weights, index, count, score) -> None:
     num_rows, num_heads, _ = q.shape
     capacity = index.shape[1]
     keys = tile_keys(k.device.type, capacity)
-    programs = max(1, min(triton.cdiv(capacity, keys), PROGRAMS // max(num_rows, 1)))
+    programs = max(1, min(triton.cdiv(capacity, keys), PROGRAMS // max(num_rows, 1), MAX_STEP // keys))
     compiled = _rescore_kernel[(num_rows, programs)](
         q, k, k_scale, weights, index, count, score, index.stride(0),
         HEADS=num_heads, KEYS=keys,

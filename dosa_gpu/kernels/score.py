@@ -43,7 +43,7 @@ def _scores(
     return combine_heads(tl.dot(k, tl.trans(q)), weight, k_scale, KEYS, QUERIES, HEADS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "chunk_start", "chunk_end", "out_stride"])
 def _score_kernel(
     q_ptr,  # [rows, HEADS, 128] e4m3
     k_ptr,  # [num_keys, 128] e4m3

@@ -14,7 +14,7 @@ OPTIONS = {"num_warps": 4, "num_stages": 3, "enable_fp_fusion": False}
 """Compiler options: fp fusion off, since the contract says which products are fused."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "width", "score_stride"])
 def _score_lists_kernel(
     q_ptr,  # [rows, HEADS, 128] e4m3
     k_ptr,  # [num_keys, 128] e4m3

@@ -325,14 +325,28 @@ def _topk_kernel(
             tl.store(out_count_ptr + row, taken)
 
 
-@triton.jit(do_not_specialize=["width", "topk"])
+@triton.jit
+def _kth(score, count, rank):
+    """The ``rank``-th largest of the ``count`` scores that are no NaN; NaN if there are fewer."""
+    low = _order_code(tl.min(tl.where(score == score, score, float("inf")), axis=0))
+    code, reached, _ = _threshold(score, count, low, rank, rank)
+    # If exactly rank scores reach the code, it may lie below the least of them.
+    kth = _order_code(tl.min(tl.where(score >= _score_of(code), score, float("inf")), axis=0))
+    return tl.where(reached >= rank, _score_of(kth), float("nan"))
+
+
+@triton.jit(do_not_specialize=["width"])
 def _kth_kernel(
     score_ptr,  # [rows, stride] f32
+    start_ptr,  # [rows] i32
+    end_ptr,  # [rows] i32
+    rank_ptr,  # [rows] i32
     out_ptr,  # [rows] f32
+    hard_ptr,  # [rows] f32
     count_ptr,  # [rows] i32
     stride,
     width,
-    topk,
+    hard_ranks,
     ALIGNED: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
@@ -341,14 +355,14 @@ def _kth_kernel(
     if ALIGNED:
         limit = (width + 3) // 4 * 4
     score = _load(score_ptr + row * stride, 0, limit, WIDTH)
-    score = tl.where(tl.arange(0, WIDTH) < width, score, float("nan"))
+    place = tl.arange(0, WIDTH)
+    inside = (place >= tl.load(start_ptr + row)) & (place < tl.load(end_ptr + row))
+    score = tl.where(inside, score, float("nan"))
     count = tl.sum((score == score).to(tl.int32), axis=0)
+    rank = tl.load(rank_ptr + row)
     tl.store(count_ptr + row, count)
-    low = _order_code(tl.min(tl.where(score == score, score, float("inf")), axis=0))
-    code, reached, _ = _threshold(score, count, low, topk, topk)
-    # If exactly topk scores reach the code, it may lie below the least of them, which is the K-th.
-    kth = _order_code(tl.min(tl.where(score >= _score_of(code), score, float("inf")), axis=0))
-    tl.store(out_ptr + row, tl.where(reached >= topk, _score_of(kth), float("nan")))
+    tl.store(out_ptr + row, _kth(score, count, rank))
+    tl.store(hard_ptr + row, _kth(score, count, tl.minimum(rank * hard_ranks, tl.maximum(count, 1))))
 
 
 @triton.jit(do_not_specialize=["topk"])
@@ -448,13 +462,17 @@ def launch_topk(
     launch((b_index, b_score), (b_start, b_end), (out_index, out_score), out_count, 1, TAU=tau is not None, PART=False)
 
 
-def launch_kth(score, topk: int, out, count) -> None:
-    """Write the K-th largest score of each row, and how many scores it has.
+def launch_kth(score, start, end, rank, hard_ranks: int, out, hard, count) -> None:
+    """Write two order statistics of a part of each row, and how many scores it has.
 
     Args:
         score: ``[rows, width]`` float32, ``width`` at most ``MAX_KTH_WIDTH``; a NaN counts as absent.
-        topk: K, at least 1.
-        out: ``[rows]`` float32, written: NaN for a row with fewer than ``topk`` scores.
+        start, end: ``[rows]`` int32, the part ``[start, end)``.
+        rank: ``[rows]`` int32, at least 1.
+        hard_ranks: at least 1.
+        out: ``[rows]`` float32, written: the ``rank``-th largest score; NaN if there are fewer.
+        hard: ``[rows]`` float32, written: the ``hard_ranks * rank``-th largest, or the least if there are fewer; NaN
+            without a score.
         count: ``[rows]`` int32, written: scores that are no NaN.
 
     Exactness: exact. Special values: -0.0 ties with +0.0, and a zero is written as +0.0; -Inf is a score.
@@ -465,8 +483,8 @@ def launch_kth(score, topk: int, out, count) -> None:
         return
     tile = max(triton.next_power_of_2(width), 128)
     _kth_kernel[(rows,)](
-        score, out, count, score.stride(0), width, topk, ALIGNED=_aligned(score), WIDTH=tile,
-        num_warps=max(4, min(tile // SCORES_PER_WARP, 32)),
+        score, start, end, rank, out, hard, count, score.stride(0), width, hard_ranks,
+        ALIGNED=_aligned(score), WIDTH=tile, num_warps=max(4, min(tile // SCORES_PER_WARP, 32)),
     )  # fmt: skip
 
 

@@ -176,7 +176,7 @@ LEMMAS = (
             "dosa_gpu.api.select_prefill",
             "dosa_gpu.kernels.bound.KEYS_PER_PROGRAM",
             "dosa_gpu.kernels.score.KEYS_PER_PROGRAM",
-            "dosa_gpu.kernels.rescore.TILES_PER_PROGRAM",
+            "dosa_gpu.kernels.rescore.MAX_STEP",
             "dosa_gpu.kernels.topk.INTERPRETER_TILE",
         ),
         mutants=(Mutant(id="all_int32", broken="up to 2^31 keys", build=partial(_kernel_offsets, limit=INT32_LIMIT)),),

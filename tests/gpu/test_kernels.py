@@ -387,15 +387,23 @@ class TestKth:
         score = np.full((2, keys + pitch), np.inf, np.float32)
         score[:, :keys] = long_rows(random, kind, (2, keys))
         score[1, random.permutation(keys)[: keys - 50]] = np.nan
-        ordered = -np.sort(-np.where(np.isnan(score), -np.inf, score)[:, :keys])
-        counts = (~np.isnan(score[:, :keys])).sum(1)
-        for wanted in (1, 50, 51, keys):
-            out = torch.full((2,), 7.0, device=device)
+        inside = np.arange(keys)[None] >= np.array([[0], [7]])
+        inside &= np.arange(keys)[None] < np.array([[keys - 3], [keys]])
+        seen = np.where(inside, score[:, :keys], np.nan)
+        ordered = -np.sort(-np.where(np.isnan(seen), -np.inf, seen))
+        counts = (~np.isnan(seen)).sum(1)
+        start, end = (tensor(np.array(part, np.int32), device) for part in ([0, 7], [keys - 3, keys]))
+        for wanted in (1, 43, 50, keys):
+            out, hard = (torch.full((2,), 7.0, device=device) for _ in range(2))
             found = torch.full((2,), -7, dtype=torch.int32, device=device)
-            topk.launch_kth(tensor(score, device)[:, :keys], wanted, out, found)
+            rank = torch.full((2,), wanted, dtype=torch.int32, device=device)
+            topk.launch_kth(tensor(score, device)[:, :keys], start, end, rank, 3, out, hard, found)
             assert found.tolist() == counts.tolist()
             want = np.where(counts >= wanted, ordered[:, wanted - 1], np.nan) + np.float32(0.0)
             same_bits(out.cpu().numpy(), want)
+            least = np.minimum(3 * wanted, np.maximum(counts, 1)) - 1
+            want = np.where(counts > 0, np.take_along_axis(ordered, least[:, None], 1)[:, 0], np.nan) + np.float32(0.0)
+            same_bits(hard.cpu().numpy(), want)
 
 
 class TestTrim:

@@ -126,7 +126,7 @@ class TestPlan:
             device_type="cpu", num_heads=32, num_rows=9, num_keys=num_keys, topk=4, mode=Mode.BOTH, columns=8,
             workspace_bytes=workspace_bytes, survivor_capacity=1,
         )  # fmt: skip
-        assert sizes.key_chunk % 64 == sizes.dense_chunk % 64 == sizes.pilot_chunk % 64 == 0
+        assert sizes.key_chunk % 64 == sizes.dense_chunk % 64 == 0
         dense = 4 * sizes.dense_chunk + 2 * (8 * 4 + 4) + 32 * 132
         assert sizes.max_rows * dense <= workspace_bytes
 
@@ -235,16 +235,13 @@ class TestStats:
         assert (selection.topk_indices == -1).all()
         assert selection.stats.fallback == {"too_few_seeds": [0, 1]}
 
-    def test_rates_count_seeds_and_the_pilots_scan_as_rescored(self, device):
+    def test_rates_count_the_sample_as_rescored(self, device):
         problem = build(LEARNED)
         stats = run(problem, device, columns=16).stats
-        # One group of 12 rows: its pilot is row 5.
-        rescored = [round(1500 * (1 - rate)) for rate in stats.row_prune_rate]
-        assert rescored[5] == 1500
-        for row in (0, 4, 6, 11):
-            seeds = rescored[row] - stats.survivors[row]
-            # The pilot's 20 winners, the 64 newest keys and 64 spread ones; some may be the same.
-            assert 100 <= seeds <= 148
+        rescored = np.rint(1500 * (1 - stats.row_prune_rate)).astype(np.int64)
+        # A row sees nearly all of the 256 keys that are drawn.
+        assert (rescored - stats.survivors <= 256).all()
+        assert (rescored - stats.survivors >= 200).all()
         # Quotients in float64; the sums behind them are exact.
         np.testing.assert_allclose(stats.prune_rate, np.mean(stats.row_prune_rate), rtol=1e-12)
 
@@ -262,11 +259,11 @@ class TestChunks:
             trimmed.append(int((count > topk + topk // 4).sum()))
             plain(index, score, count, topk, tau)
 
-        def low_tau(score, topk, tau, count):
-            plain_kth(score, topk, tau, count)
-            tau *= 0.25
+        def low_tau(score, start, end, rank, hard_ranks, tau, hard, count):
+            plain_kth(score, start, end, rank, hard_ranks, tau, hard, count)
+            tau -= tau.abs() * 0.75
 
-        # Seeds that are worth little: most keys of the first chunks reach their tau.
+        # Guesses that are worth little: most keys of the first chunks reach their tau.
         plain_kth = pipeline.launch_kth
         monkeypatch.setattr(pipeline, "launch_kth", low_tau)
         monkeypatch.setattr(pipeline, "launch_trim", trim)
@@ -286,18 +283,46 @@ class TestChunks:
 class TestFaultsInside:
     """What the pipeline does when a stage goes wrong: the row is recomputed, never a key lost."""
 
-    def test_tau_too_high_is_noticed_and_the_row_recomputed(self, device, monkeypatch):
+    @pytest.mark.parametrize(("hints", "reason"), [(None, "guess_too_high"), ([3, 700], "threshold_not_met")])
+    def test_tau_too_high_is_noticed_and_the_row_recomputed(self, hints, reason, device, monkeypatch):
         problem = build(LEARNED)
         plain = pipeline.launch_kth
 
-        def too_high(score, topk, tau, count):
-            plain(score, topk, tau, count)
+        def too_high(score, start, end, rank, hard_ranks, tau, hard, count):
+            plain(score, start, end, rank, hard_ranks, tau, hard, count)
             tau += tau.abs() * 100
 
         monkeypatch.setattr(pipeline, "launch_kth", too_high)
-        selection = run(problem, device)
+        given = None if hints is None else torch.tensor(hints, device=device)
+        selection = run(problem, device, hint_indices=given)
         assert_equals_reference(selection, problem)
-        assert selection.stats.fallback["threshold_not_met"] == list(range(12))
+        assert selection.stats.fallback == {reason: list(range(12))}
+
+    def test_lost_keys_are_told_from_a_guess_that_is_too_high(self, device, monkeypatch):
+        problem = build(LEARNED)
+        plain = pipeline.launch_bound
+
+        def too_low(column, coefficient, slack, *rest):
+            plain(column, coefficient * 0.01, slack * 0.01, *rest)
+
+        monkeypatch.setattr(pipeline, "launch_bound", too_low)
+        selection = run(problem, device, columns=8)
+        assert_equals_reference(selection, problem)
+        # A row that kept K of its best keys by luck is right, and not counted.
+        assert set(selection.stats.fallback) == {"threshold_not_met"}
+        assert len(selection.stats.fallback["threshold_not_met"]) > 6
+
+    def test_a_threshold_from_all_keys_is_no_guess(self, device, monkeypatch):
+        problem = build(dataclasses.replace(LEARNED, keys=250))
+        plain = pipeline.launch_kth
+        assert run(problem, device).stats.fallback == {}
+
+        def too_high(score, start, end, rank, hard_ranks, tau, hard, count):
+            plain(score, start, end, rank, hard_ranks, tau, hard, count)
+            tau += tau.abs() * 100
+
+        monkeypatch.setattr(pipeline, "launch_kth", too_high)
+        assert run(problem, device).stats.fallback == {"threshold_not_met": list(range(12))}
 
     def test_a_bound_too_low_for_some_keys_loses_them(self, device, monkeypatch):
         # The mutant that the whole guard is for: if this passed, the tests above would prove nothing. tau is lowered,
@@ -311,9 +336,9 @@ class TestFaultsInside:
             arguments[6][:200] = 0.0
             plain_bound(*arguments)
 
-        def low_tau(score, topk, tau, count):
-            plain_kth(score, topk, tau, count)
-            tau *= 0.25
+        def low_tau(score, start, end, rank, hard_ranks, tau, hard, count):
+            plain_kth(score, start, end, rank, hard_ranks, tau, hard, count)
+            tau -= tau.abs() * 0.75
 
         monkeypatch.setattr(pipeline, "launch_bound", too_low)
         monkeypatch.setattr(pipeline, "launch_kth", low_tau)

@@ -5,31 +5,78 @@ import pytest
 import torch
 
 from dosa_gpu import seeds
-from dosa_gpu.kernels import append, finish, mark_seeds, open_rows, sample_keys
+from dosa_gpu.kernels import append, finish, mark_seeds, open_rows, sample, sample_keys
 
 
-@pytest.mark.parametrize(("pilots", "near", "first"), [(3, 2, [0, 0, 1]), (1, 1, [0, 0, 0]), (3, 3, [0, 0, 0])])
-@pytest.mark.parametrize("counted", [True, False])
-def test_a_groups_bits_are_winners_newest_and_spread_inside_its_span(random, device, pilots, near, first, counted):
-    winners = np.stack([random.permutation(900)[:40] for _ in range(pilots)]).astype(np.int32)
-    count = np.array([40, 33, 0][:pilots], np.int32)
+def test_a_groups_bits_are_hints_newest_and_spread_inside_its_span(random, device):
+    hints = random.permutation(900)[:40].astype(np.int32)
     ks = torch.tensor([0, 9, 5, 0, 100, 120, 0, 300, 870], dtype=torch.int32, device=device)
     ke = torch.tensor([999, 1000, 990, 0, 280, 300, 0, 200, 880], dtype=torch.int32, device=device)
     words = torch.zeros(3, 40, dtype=torch.int32, device=device)
     start, end = (torch.empty(3, dtype=torch.int32, device=device) for _ in range(2))
-    mark_seeds.launch_mark_seeds(
-        torch.from_numpy(winners).to(device), torch.from_numpy(count).to(device) if counted else None,
-        ks, ke, near, 25, 16, 4, words, start, end,
-    )  # fmt: skip
+    mark_seeds.launch_mark_seeds(torch.from_numpy(hints).to(device), ks, ke, 25, 16, 4, words, start, end)
     spans = [(0, 1000), (100, 300), (870, 880)]
     assert list(zip(start.tolist(), end.tolist(), strict=True)) == spans
     bits = np.unpackbits(words.cpu().numpy().view(np.uint8), axis=1, bitorder="little")
     for group, (low, high) in enumerate(spans):
-        those = range(first[group], first[group] + near)
-        won = [key for pilot in those for key in winners[pilot, : count[pilot] if counted else 40].tolist()]
-        wanted = {key for key in won if low <= key < high} | set(range(max(low, high - 25), high))
+        wanted = {key for key in hints.tolist() if low <= key < high} | set(range(max(low, high - 25), high))
         wanted |= {low + place * (high - low) // 16 for place in range(16)}
         assert set(np.flatnonzero(bits[group])) == wanted
+
+
+@pytest.mark.parametrize(("low", "high", "count"), [(0, 1000, 64), (70, 1070, 333), (5, 105, 100), (3, 4, 1)])
+def test_a_sample_is_spread_over_the_span_and_windows_count_its_places(low, high, count, random, device):
+    keys, rows = 1100, 140
+    k = torch.from_numpy(random.integers(0, 127, (keys, 128), dtype=np.uint8)).to(device)
+    scale = torch.from_numpy(random.uniform(0.5, 2, keys).astype(np.float32)).to(device)
+    ks = random.integers(low, high + 1, rows).astype(np.int32)
+    ke = np.maximum(ks, random.integers(low, high + 1, rows)).astype(np.int32)
+    ks[:2], ke[:2] = low, high
+    place = torch.full((count,), -9, dtype=torch.int32, device=device)
+    codes, scales = torch.empty(count, 128, dtype=torch.uint8, device=device), torch.empty(count, device=device)
+    windows = [torch.full((rows + 1,), -9, dtype=torch.int32, device=device) for _ in range(3)]
+    given = [torch.from_numpy(part).to(device) for part in (ks, ke)]
+    parts = [part[:rows] for part in windows]
+    sample.launch_sample(k, scale, *given, low, high, 20, (place, codes, scales), parts)
+    drawn = place.cpu().numpy()
+    # One key in each stretch.
+    edges = low + np.arange(count + 1) * (high - low) // count
+    assert ((drawn >= edges[:-1]) & (drawn < edges[1:])).all()
+    assert torch.equal(codes, k[place.long()])
+    assert torch.equal(scales, scale[place.long()])
+    start, end, rank = (part.cpu().numpy() for part in windows)
+    assert (start[-1], end[-1], rank[-1]) == (-9, -9, -9)
+    np.testing.assert_array_equal(start[:rows], np.searchsorted(drawn, ks))
+    np.testing.assert_array_equal(end[:rows], np.searchsorted(drawn, ke))
+    drawn, visible = (end - start)[:rows].astype(np.float64), np.maximum(ke - ks, 1)
+    expected, left = drawn * 20 / visible, 1 - drawn / visible
+    want = np.ceil(expected + sample.SPREADS * np.sqrt(expected * np.maximum(left, 0)) + sample.MORE * left)
+    want = np.where(drawn == ke - ks, 20, want)
+    # float32 may round a rank up that lies at a whole number.
+    assert (np.abs(rank[:rows] - want) <= (np.abs(want - np.rint(want)) < 1e-3)).all()
+
+
+def test_the_study_guesses_as_the_kernels_do():
+    from dosa_verify import pruning_study
+
+    assert (pruning_study.GUESS_SPREADS, pruning_study.GUESS_MORE) == (sample.SPREADS, sample.MORE)
+
+
+def test_a_guess_is_rarely_too_high_and_not_far_too_low(random, device):
+    keys, rows, topk, count = 40_000, 400, 640, 1024
+    ks, ke = (torch.full((rows,), value, dtype=torch.int32, device=device) for value in (0, keys))
+    place = torch.empty(count, dtype=torch.int32, device=device)
+    codes, scales = torch.empty(count, 128, dtype=torch.uint8, device=device), torch.empty(count, device=device)
+    windows = [torch.empty(rows, dtype=torch.int32, device=device) for _ in range(3)]
+    k, scale = torch.zeros(keys, 128, dtype=torch.uint8, device=device), torch.ones(keys, device=device)
+    sample.launch_sample(k, scale, ks, ke, 0, keys, topk, (place, codes, scales), windows)
+    score = random.normal(0, 1, (rows, keys)).astype(np.float32)
+    score[::2] = np.sort(score[::2], axis=1)
+    score[::8, ::2] -= 50
+    guessed = -np.sort(-score[:, place.cpu().numpy()], axis=1)[:, int(windows[2][0]) - 1]
+    reached = (score >= guessed[:, None]).sum(1)
+    assert (reached >= topk).all()
+    assert reached.mean() < 3.2 * topk
 
 
 def test_rows_that_cannot_be_served_are_closed(random, device):
@@ -72,20 +119,26 @@ def test_sampled_keys_lie_evenly_below_tau_and_in_the_window(below, random, devi
     score[:, ::7] = torch.nan
     places = np.sort(random.permutation(np.setdiff1d(np.arange(width), np.arange(0, width, 7)))[:below])
     score[2, torch.from_numpy(places).to(device)] = 0.5
-    sample = torch.full((3, 32), -559038737, dtype=torch.int32, device=device)
+    # Too low, and outside the places that count.
+    score[2, 7] = 0.25
+    start, end = (torch.tensor(part, dtype=torch.int32, device=device) for part in ([0, 0, 1], [width] * 3))
+    score[2, 0] = 0.5
+    hard = torch.full((3,), 0.3, device=device)
+    found = torch.full((3, 32), -559038737, dtype=torch.int32, device=device)
     ks = torch.tensor([0, 7, 2**31 - 5], dtype=torch.int32, device=device)
     ke = torch.tensor([2**31 - 1, 7, 2**31 - 1], dtype=torch.int32, device=device)
-    sample_keys.launch_sample_keys(lists, score, torch.full((3,), 1.0, device=device), ks, ke, 2, sample)
-    assert (sample[:2, :16] == -1).all()
-    got = sample[2, :16].tolist()
+    tau = torch.full((3,), 1.0, device=device)
+    sample_keys.launch_sample_keys(lists, score, start, end, tau, hard, ks, ke, 2, found)
+    assert (found[:2, :16] == -1).all()
+    got = found[2, :16].tolist()
     if below >= 16:
         assert got == [lists[1, places[-(-slot * below // 16)]].item() for slot in range(16)]
     else:
         assert sorted(key for key in got if key >= 0) == sorted(lists[1, torch.from_numpy(places)].tolist())
         assert got.count(-1) == 16 - below
-    assert sample[0, 16:].tolist() == [place * (2**31 - 1) // 16 for place in range(16)]
-    assert (sample[1, 16:] == -1).all()
-    assert sample[2, 16:].tolist() == [2**31 - 5 + place * 4 // 16 for place in range(16)]
+    assert found[0, 16:].tolist() == [place * (2**31 - 1) // 16 for place in range(16)]
+    assert (found[1, 16:] == -1).all()
+    assert found[2, 16:].tolist() == [2**31 - 5 + place * 4 // 16 for place in range(16)]
 
 
 @pytest.mark.parametrize("topk", [1, 5, 64])

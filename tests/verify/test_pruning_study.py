@@ -171,15 +171,14 @@ def test_processes_build_the_same_bounds(task):
             np.testing.assert_array_equal(getattr(one, field.name), getattr(other, field.name))
 
 
-def test_seeds_are_those_of_the_kernels_groups(scene, monkeypatch):
-    """Two groups of eight rows, by hand: winners of the pilot in the middle, the newest keys, an even sample."""
-    monkeypatch.setattr(pruning_study, "GROUP_ROWS", 8)
+def test_seeds_of_groups_by_hand(scene, monkeypatch):
+    """Two groups of eight rows: winners of the pilot in the middle, the newest keys, an even sample."""
+    monkeypatch.setattr(pruning_study, "PILOT_ROWS", 8)
     monkeypatch.setattr(pruning_study, "NEAR", (1, 2))
     row, topk = 13, 64
     found = {entry["strategy"]: entry for entry in pruning_study.seed_quality(scene, topk, [row])}
     own = scene.scores(row).numpy()
-    (name,) = [name for name, entry in found.items() if entry["kernels"]]
-    assert name == "winners of 2 pilots, 64 newest, 64 spread"
+    name = "winners of 2 pilots, 64 newest, 64 spread"
     pilots = [np.argsort(-scene.scores(pilot).numpy())[:topk] for pilot in (3, 11)]
     low, high = int(scene.ks[8:16].min()), int(scene.ke[8:16].max())
     seeds = np.unique(np.concatenate([*pilots, np.arange(high - 64, high), low + np.arange(64) * (high - low) // 64]))
@@ -194,6 +193,21 @@ def test_seeds_are_those_of_the_kernels_groups(scene, monkeypatch):
     own = scene.scores(5).numpy()
     seeds = pilots[0][pilots[0] < scene.ke[5]]
     assert first["winners of 1 pilot"]["ratio"] == pytest.approx((own >= own[seeds].min()).sum() / topk, abs=1e-3)
+
+
+def test_the_kernels_guess_by_hand(scene):
+    topk, row = 64, 13
+    found = pruning_study.seed_quality(scene, topk, [row])
+    (entry,) = [entry for entry in found if entry["kernels"]]
+    own = scene.scores(row).numpy()
+    drawn = min(256, len(own))
+    assert entry["strategy"] == f"guess from a sample of {drawn}"
+    assert entry["failed"] == 0
+    assert entry["cost"] == pytest.approx(100 * drawn / len(own), abs=1e-3)
+    some = own[np.random.default_rng(row).permutation(len(own))[:drawn]]
+    expected, left = drawn * topk / len(own), 1 - drawn / len(own)
+    rank = topk if drawn == len(own) else int(np.ceil(expected + 4.5 * np.sqrt(expected * left) + 2 * left))
+    assert entry["ratio"] == pytest.approx((own >= np.sort(some)[-rank]).sum() / topk, abs=1e-3)
 
 
 @pytest.mark.parametrize("path", RECORDS, ids=lambda path: path.name)
