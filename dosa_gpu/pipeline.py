@@ -595,7 +595,9 @@ class _Call:
         """
         self.workspace.reset()
         self.on_stage("dense")
-        running = dense_rows(self.rows.pick(places), self.keys, self.topk, self.plan.dense_chunk, self.workspace)
+        # Few rows take longer chunks in the same room, and fewer launches.
+        chunk = self.plan.dense_chunk * max(min(self.plan.max_rows, len(self.rows)) // len(places), 1)
+        running = dense_rows(self.rows.pick(places), self.keys, self.topk, chunk, self.workspace)
         self._finish(running, None, None, places)
         if guesses is not None:
             lost = (running.kth() >= guesses).cpu().numpy()
