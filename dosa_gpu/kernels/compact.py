@@ -120,7 +120,7 @@ def _list_kernel(
         tl.store(count_ptr + row, tl.sum(parts, axis=0))
     first, last = _segment(ks_ptr, ke_ptr, row, segment, chunk_start, chunk_end, SEGMENT)
     # A segment without bits, or beyond the capacity, is not read again.
-    last = tl.where((here > 0) & (held < capacity), last, first)
+    last = tl.where((here > 0) & (held < capacity), last, 0)
     row_words = word_ptr + row * word_stride
     for start in range(first // 4 * 4, last, WORDS):
         bits = _load_words(row_words, start, first, last, ALIGNED, WORDS)

@@ -260,6 +260,8 @@ def _topk_kernel(
         limit = b_end
         if ALIGNED:
             limit = (b_end + 3) // 4 * 4
+        # An empty part may start behind the row's memory.
+        limit = tl.where(b_end > b_start, limit, 0)
         while tries > 0:
             found = 0
             # Two tiles a step; those of the next step are loaded before this one's are used.

@@ -435,6 +435,28 @@ class TestTrim:
             assert raised[row] == least or (score[row, : held[row]] >= raised[row]).sum() == wanted
 
 
+class TestEmptyParts:
+    """A row whose window lies behind what a launch looks at: nothing there may be read, let alone counted."""
+
+    def test_top_k_of_logits(self, random, device):
+        score = random.normal(0, 1, (2, 64)).astype(np.float32)
+        start, end = np.array([0, 2**29 + 1], np.int32), np.array([64, 2**29 + 1], np.int32)
+        known = [torch.zeros(2, 5, dtype=dtype, device=device) for dtype in (torch.int32, torch.float32)]
+        known.append(torch.zeros(2, dtype=torch.int32, device=device))
+        out = [torch.full_like(part, -9) for part in known]
+        topk.launch_topk(*known, None, tensor(score, device), tensor(start, device), tensor(end, device), 0, out)
+        assert out[2].tolist() == [5, 0]
+        np.testing.assert_array_equal(out[0][0].cpu().numpy(), np.sort(np.argsort(-score[0])[:5]))
+
+    def test_compaction(self, device):
+        words = torch.full((2, 4), 0b101, dtype=torch.int32, device=device)
+        ks, ke = (torch.tensor(part, dtype=torch.int32, device=device) for part in ([0, 2**30 + 33], [128, 2**30 + 40]))
+        index, count = torch.full((2, 8), -9, dtype=torch.int32, device=device), torch.empty_like(ks)
+        compact.launch_compact(words, ks, ke, index, count, 0, 128)
+        assert count.tolist() == [8, 0]
+        assert index.tolist() == [[0, 2, 32, 34, 64, 66, 96, 98], [-9] * 8]
+
+
 class TestKeyNorms:
     def test_norms_are_rounded_up_and_unusable_keys_get_infinity(self, random, device):
         k = codes(random, (400, 128))
